@@ -31,6 +31,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 myst_heading_anchors = 4
 copybutton_prompt_text = "$ "
 copybutton_line_continuation_character = "\\"

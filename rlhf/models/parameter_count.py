@@ -64,5 +64,5 @@ def _in_cache(name: str, revision: str) -> Path | None:
 
 def short_number(count: int) -> str:
     """Return a number of parameters in short form: 271K, 494M, 7.62B."""
-    unit, size = next((each for each in (("B", 1e9), ("M", 1e6)) if count >= each[1]), ("K", 1e3))
+    unit, size = next((each for each in (("B", 1e9), ("M", 1e6)) if count >= 0.9995 * each[1]), ("K", 1e3))
     return f"{count / size:.3g}{unit}"

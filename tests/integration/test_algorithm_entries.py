@@ -1,5 +1,6 @@
 """Every entry of conf/algorithm and every recipe composes, passes the checks, and trains two small steps."""
 
+import json
 import math
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from rlhf.config.rules.validate import validate
 from rlhf.errors import EXIT_DONE
 from rlhf.reward import check_reward
 from tests.support.launching import TINY_POLICY, ranks, records
+from tests.support.tiny_models import classifier
 
 LIBRARY = Library.find(None)
 SAME_BUT_FOR_A_FUNCTION = {"sapo", "pass_at_k", "clip_cov"}
@@ -74,7 +76,15 @@ SMALL = [
     "data.max_response_length=8",
     "backend.autocast=none",
 ]
-WITHOUT_VLLM = ["rollout=embedded"]
+OWN_DATA = ["data.train_files={sums}", "data.val_files=null"]
+WITHOUT_VLLM = ["rollout=embedded", "rollout.tensor_model_parallel_size=1"]
+DAPO = [
+    *SMALL,
+    *OWN_DATA,
+    "data.gen_batch_size=12",
+    "reward.overlong_buffer.len=2",
+    "actor.optim.lr_warmup_steps=1",
+]
 SMALL_RECIPES = {
     "offline": [],
     "env_guess": [],
@@ -89,15 +99,23 @@ SMALL_RECIPES = {
         "data.prompt_key=prompt",
         *WITHOUT_VLLM,
     ],
-    "dapo_math": [
-        *SMALL,
-        "data.train_files={sums}",
-        "data.val_files=null",
-        "data.gen_batch_size=12",
-        "reward.overlong_buffer.len=2",
-        "actor.optim.lr_warmup_steps=1",
-    ],
+    "gsm8k_gemma3_1b": [*SMALL, "data.train_files={sums}", "data.val_files=null", "data.prompt_key=prompt"],
+    "math_qwen3_8b": [*SMALL, *OWN_DATA, "data.prompt_key=prompt", "data.answer_key=answer"],
+    "helpful_llama3_8b": [*SMALL, *OWN_DATA, "reward_model.path={judge}", "trainer.critic_warmup=0"],
+    "mbpp_qwen_7b": [*SMALL, "data.train_files={mbpp}", "data.val_files=null", "data.max_prompt_length=200"],
+    "dapo_math": DAPO,
+    "dapo_math_32b": [*DAPO, *WITHOUT_VLLM, "trainer.nnodes=1", "trainer.nproc=1"],
 }
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory, sums) -> dict[str, Path]:
+    """Data and models of the small recipes."""
+    folder = tmp_path_factory.mktemp("files")
+    problem = {"text": "Write a function f that adds one.", "test_setup_code": "", "test_list": ["assert f(1) == 2"]}
+    (folder / "mbpp.jsonl").write_text(8 * f"{json.dumps(problem)}\n")
+    classifier("llama", folder / "judge")
+    return {"sums": sums, "mbpp": folder / "mbpp.jsonl", "judge": folder / "judge"}
 
 
 def test_no_recipe_is_left_out():
@@ -105,8 +123,8 @@ def test_no_recipe_is_left_out():
 
 
 @pytest.mark.parametrize("name", SMALL_RECIPES)
-def test_a_recipe_trains_two_steps(name, tmp_path, sums):
-    two_steps(tmp_path, sums, f"recipes={name}", *(override.format(sums=sums) for override in SMALL_RECIPES[name]))
+def test_a_recipe_trains_two_steps(name, tmp_path, sums, files):
+    two_steps(tmp_path, sums, f"recipes={name}", *(override.format(**files) for override in SMALL_RECIPES[name]))
 
 
 def test_dapo_warms_up_over_the_papers_twenty_rollout_steps():
@@ -123,6 +141,7 @@ def test_a_recipe_passes_the_checks_as_it_is(name):
     to_be_set = {
         "minimal": ["model.path=org/name", "data.train_files=a.jsonl"],
         "gsm8k_qwen_7b_lora_24gb": WITHOUT_VLLM,
+        "dapo_math_32b": WITHOUT_VLLM,
     }
     config = compose_config([f"recipes={name}", *to_be_set.get(name, [])], LIBRARY)
     validate(config, {})

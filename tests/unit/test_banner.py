@@ -111,7 +111,8 @@ def test_parameters_are_counted_from_headers_alone(tmp_path, monkeypatch):
     assert count_parameters("org/other") is None
     (tmp_path / "parts" / "model-00001-of-00002.safetensors").write_bytes(b"\xff" * 9)
     assert count_parameters(str(tmp_path / "parts")) is None
-    assert [short_number(n) for n in (271_104, 494_032_768, 7_615_616_512)] == ["271K", "494M", "7.62B"]
+    counts = (271_104, 494_032_768, 999_885_952, 7_615_616_512)
+    assert [short_number(n) for n in counts] == ["271K", "494M", "1B", "7.62B"]
 
 
 def test_the_recipes_of_a_command():

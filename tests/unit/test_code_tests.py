@@ -7,6 +7,7 @@ import pytest
 
 from rlhf.config.schema.reward import RewardConfig
 from rlhf.data.items import Row
+from rlhf.data.mbpp import to_row
 from rlhf.data.sources import _check_reward_fits
 from rlhf.errors import UserError
 from rlhf.reward import RewardItem, build_reward
@@ -111,3 +112,10 @@ def test_programs_run_in_confined_reward_processes(tmp_path):
     assert [result.score for result in results] == [1.0, 0.0, 0.0, 0.0]
     assert all(result.timeouts == result.failures == 0 for result in results)
     assert not secret.exists()
+
+
+def test_rows_of_mbpp_show_their_tests_and_are_scored():
+    tests = ["assert add(1, 2) == three", "assert add(2, 2) == 4"]
+    row = to_row({"text": "Write add.", "test_setup_code": "three = 3", "test_list": tests})
+    assert all(test in row["prompt"] for test in tests)
+    assert score(f"```python\n{ADD}```", row["answer"]) == (1.0, 1.0)
