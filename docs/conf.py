@@ -18,6 +18,8 @@ ELSEWHERE = {
 }
 """Pages outside docs/, by their paths in the repository, and the pages of the site that show them."""
 PAGE_OF = {f"{Path(page).with_suffix('')}": path for path, page in ELSEWHERE.items()}
+NAME = re.compile(r'(?<=<span class="pre">)[^<]+')
+FILE = re.compile(r"^<!-- file: (\S+) -->\n```(\w*)\n", re.MULTILINE)
 FENCE = re.compile(r"^(```.*?^```[ ]*$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:)([^)\s#]+)(#[^)\s]*)?\)")
 
@@ -30,6 +32,7 @@ html_title = f"rlhf {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+highlight_language = "text"
 html_show_sphinx = False
 html_show_copyright = False
 myst_heading_anchors = 4
@@ -71,13 +74,14 @@ def rewrite_links(text: str, path: Path, page: Path) -> str:
 
 
 def read(app: Sphinx, name: str, source: list[str]) -> None:
-    """Show files outside docs/ on their pages of the site, and rewrite the links of all pages."""
+    """Show files outside docs/ on their pages of the site, rewrite links, and show the names of files in captions."""
     page = DOCS / f"{name}.md"
     path = ROOT / PAGE_OF[name] if name in PAGE_OF else page
     if path != page:
         app.env.note_dependency(str(path))
         source[0] = path.read_text()
-    source[0] = rewrite_links(source[0], path, page)
+    text = rewrite_links(source[0], path, page)
+    source[0] = FILE.sub(lambda match: f"```{{code-block}} {match[2] or 'text'}\n:caption: {match[1]}\n\n", text)
 
 
 def parse_docstring(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
@@ -87,6 +91,13 @@ def parse_docstring(app: Sphinx, what: str, name: str, obj: object, options: obj
         lines[:] = GoogleDocstring(lines, Config(napoleon_use_rtype=False), app, what, name, obj, options).lines()
 
 
+def break_names(app: Sphinx, name: str, template: str, context: dict[str, object], doctree: object) -> None:
+    """Allow line breaks in names of code after dots, slashes and underscores, so that tables fit the screen."""
+    body = str(context.get("body", ""))
+    context["body"] = NAME.sub(lambda match: re.sub(r"(?<=[._/])(?=\w)", "<wbr>", match[0]), body)
+
+
 def setup(app: Sphinx) -> None:
     app.connect("source-read", read)
     app.connect("autodoc-process-docstring", parse_docstring)
+    app.connect("html-page-context", break_names)
