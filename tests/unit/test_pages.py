@@ -47,6 +47,14 @@ def test_links_lead_somewhere():
     assert broken == []
 
 
+def test_the_site_lists_every_page():
+    index = (ROOT / "docs" / "index.md").read_text()
+    trees = "".join(re.findall(r"^```{toctree}\n(.*?)^```", index, re.MULTILINE | re.DOTALL))
+    listed = re.findall(r"^(?:.+<)?([a-z/-]+)>?$", trees, re.MULTILINE)
+    pages = [str(page.relative_to(ROOT / "docs").with_suffix("")) for page in PAGES if ROOT / "docs" in page.parents]
+    assert sorted(listed) == sorted(set(pages) - {"index"})
+
+
 def test_tables_are_whole():
     """A blank line or a missing cell in a table breaks its rendering."""
     broken = []

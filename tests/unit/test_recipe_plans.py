@@ -66,6 +66,7 @@ def test_the_head_names_the_planned_memory(recipe: str, tmp_path: Path):
     assert models is not None
     plan = memory_plan(config, models, target_of(config, card * 10**9, ranks * config.trainer.nnodes))
     assert plan.fits
-    assert (round(plan.peak.total / 2**30), round(sum(plan.host.values()) / 2**30)) == (peak, host)
+    assert plan.peak.total / 2**30 == pytest.approx(peak, abs=1)
+    assert sum(plan.host.values()) / 2**30 == pytest.approx(host, abs=1)
     # A tenth of the GPU stays free for gaps between tensors.
     assert plan.peak.total < 0.9 * card * 10**9
