@@ -5,6 +5,7 @@ import sys
 COMMANDS = {
     "rlhf.train": "train; the same command resumes",
     "rlhf.plan": "memory, disk space and tokens that a training needs",
+    "rlhf.doctor": "check the machines, with a remedy for each problem",
     "rlhf.evaluate": "evaluate a model, a run or a checkpoint",
     "rlhf.status": "what runs do now",
     "rlhf.report": "one HTML page about runs",

@@ -78,6 +78,7 @@ def _settings(word: str, library: Library) -> list[str]:
 OPTIONS = {
     "rlhf.checkpoint": ("--help",),
     "rlhf.compare": ("--help", "--json"),
+    "rlhf.doctor": ("--config-dir", "--help", "--json"),
     "rlhf.evaluate": ("--config-dir", "--help", "--json"),
     "rlhf.launch.slurm": ("--array-parallelism", "--config-dir", "--dry-run", "--help", "--multirun"),
     "rlhf.plan": ("--config-dir", "--device-memory", "--disk-speed", "--help", "--json", "--ranks"),

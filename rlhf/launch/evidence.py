@@ -1,5 +1,7 @@
 """Classifies how an attempt ended, and describes the evidence in the log."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -10,6 +12,7 @@ from rlhf.ranks.status import RankError, RankStatus
 from rlhf.ranks.stop import RERUN_HINT
 
 _TRACEBACK_LINES = 15
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,21 @@ def first_cause(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> int 
     return min(attempt.first, key=order, default=None)
 
 
+def cause_of(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> str:
+    """Return a text that is equal for crashes with the same cause: how the first rank ended, and its error.
+
+    Ranks, steps and other numbers do not count.
+    """
+    rank = first_cause(attempt, statuses)
+    if rank is None:
+        return describe_crash(attempt, statuses)
+    status = statuses.get(rank)
+    if attempt.hang is not None:
+        return f"hang after {status.event if status else 'nothing'}"
+    message = status.error.message.partition("\n")[0] if status and status.error else ""
+    return _NUMBER.sub("N", f"{attempt.exits[rank]}: {message}")
+
+
 def furthest_step(statuses: dict[int, RankStatus]) -> int | None:
     """Return the furthest step that any rank has reached; None before the first step."""
     return max((status.step for status in statuses.values() if status.step is not None), default=None)
@@ -140,8 +158,17 @@ def describe_hang(hang: Hang, statuses: dict[int, RankStatus], checkpoint: Path 
     return "\n".join([what, *_stacks(hang), f"  {next_start(checkpoint)}"])
 
 
-def report(attempt: AttemptResult, nproc: int, statuses: dict[int, RankStatus], checkpoint: Path | None) -> str:
-    """Return a report of a crash: all ranks, the end of the first traceback, and where the next start continues."""
+def report(
+    attempt: AttemptResult,
+    nproc: int,
+    statuses: dict[int, RankStatus],
+    checkpoint: Path | None,
+    node_problems: Sequence[str] = (),
+) -> str:
+    """Return a report of a crash: all ranks, the end of the first traceback, and where the next start continues.
+
+    `node_problems`: what checks of this node found after the crash, a line each.
+    """
     cause = first_cause(attempt, statuses)
     lines = []
     for rank in range(nproc):
@@ -156,6 +183,9 @@ def report(attempt: AttemptResult, nproc: int, statuses: dict[int, RankStatus], 
         lines += [f"    {line}" for line in end]
     if attempt.hang is not None:
         lines += _stacks(attempt.hang)
+    if node_problems:
+        lines.append("  Two crashes in a row have the same cause. Checks of this node found:")
+        lines += [f"    {line}" for line in node_problems]
     lines.append(f"  {next_start(checkpoint)}")
     return "\n".join(lines)
 

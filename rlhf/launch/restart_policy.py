@@ -33,6 +33,13 @@ class RestartPolicy:
         self._furthest = -1
         self._last = -1
         self._failures_in_a_row = 0
+        self._cause, self._same_cause = "", 0
+
+    def is_second(self, cause: str) -> bool:
+        """Return whether the crash with this `cause` is the second in a row with it. Call this once per crash."""
+        self._same_cause = self._same_cause + 1 if cause == self._cause else 1
+        self._cause = cause
+        return self._same_cause == 2
 
     def crashed(self, step: int | None) -> Restart | GiveUp:
         """Return the decision after a crash at `step`, or before the first step if `step` is None."""

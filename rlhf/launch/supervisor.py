@@ -15,6 +15,7 @@ from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, 
 from rlhf.launch import evidence
 from rlhf.launch.attempt import Attempt
 from rlhf.launch.callbacks import Callbacks
+from rlhf.launch.crash_checks import node_problems
 from rlhf.launch.hangs import HangDetector
 from rlhf.launch.interface import RankStarter
 from rlhf.launch.local.rank_output import RankOutput
@@ -159,7 +160,9 @@ def run_attempts(
             return EXIT_REQUEUE
 
         decision = policy.crashed(evidence.furthest_step(statuses))
-        _report_crash(config, attempt, statuses, checkpoint, decision, starter)
+        is_second = policy.is_second(evidence.cause_of(attempt, statuses))
+        problems = node_problems(run_dir, stop) if is_second else []
+        _report_crash(config, attempt, statuses, checkpoint, decision, starter, problems)
         if isinstance(decision, GiveUp):
             return EXIT_CRASHED
         stop.wait(decision.wait_s)
@@ -176,11 +179,13 @@ def _report_crash(
     checkpoint: Path | None,
     decision: Restart | GiveUp,
     starter: RankStarter,
+    problems: Sequence[str],
 ) -> None:
-    """Log and record a crash. Log the evidence if ranks hung, the failed rank left an error, or the run ends."""
+    """Log and record a crash. Log the evidence if ranks hung, the failed rank left an error, this node has `problems`,
+    or the run ends."""
     t, step = config.trainer, evidence.furthest_step(statuses)
     what = evidence.describe_crash(attempt, statuses)
-    how = evidence.report(attempt, t.ranks, statuses, checkpoint)
+    how = evidence.report(attempt, t.ranks, statuses, checkpoint, problems)
     facts = {"step": step, "details": how, "hang": attempt.hang is not None}
     if isinstance(decision, GiveUp):
         starter.show_remaining_output(last=True)
@@ -189,7 +194,7 @@ def _report_crash(
         return
     log.warning("Crash: %s. Restart %d of %d in %g s.", what, decision.number, t.max_restarts, decision.wait_s)
     cause = evidence.first_cause(attempt, statuses)
-    if attempt.hang or (cause is not None and cause in statuses and statuses[cause].error):
+    if problems or attempt.hang or (cause is not None and cause in statuses and statuses[cause].error):
         log.warning("How it happened:\n%s", how)
     restart = {"restart": decision.number, "max_restarts": t.max_restarts}
     record_event(config.run_dir, "crashed", cause=what, **facts, **restart)

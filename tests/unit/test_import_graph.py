@@ -16,7 +16,7 @@ PACKAGE = Path(rlhf.__file__).parent
 
 STOREYS = (
     {
-        *("__main__", "train", "evaluate", "samples", "plan", "compare", "report", "status", "translate"),
+        *("__main__", "train", "evaluate", "samples", "plan", "compare", "report", "status", "doctor", "translate"),
         *("checkpoint.__main__", "launch.slurm.__main__"),
     },
     {"convert"},
@@ -24,7 +24,7 @@ STOREYS = (
     {"compose", "launch"},
     {"worker"},
     {"lifecycle"},
-    {"assemble", "planning"},
+    {"assemble", "planning", "diagnosis"},
     {"loop"},
     {"experience", "learning", "checkpoint", "tracking"},
     {"batch", "rollout", "reward", "environments", "data", "backends", "models", "algorithms"},
@@ -46,7 +46,7 @@ CHECKPOINT_LAYERS = (
 )
 """The rooms inside `checkpoint/`, from the top down; one imports from its own folder and from the layers below."""
 
-MAY_IMPORT_CHECKPOINT = {"loop", "worker", "lifecycle", "assemble", "evaluate"} | {
+MAY_IMPORT_CHECKPOINT = {"loop", "worker", "lifecycle", "assemble", "evaluate", "diagnosis"} | {
     "checkpoint",
     "checkpoint.__main__",
     "convert",
@@ -63,6 +63,9 @@ MAY_SEE_THE_WHOLE_CONFIG = {
     "rlhf.cli.submission",
     "rlhf.cli.sweep",
     "rlhf.compose",
+    "rlhf.diagnosis.cluster_checks",
+    "rlhf.diagnosis.memory_checks",
+    "rlhf.diagnosis.node_checks",
     "rlhf.evaluate.target_settings",
     "rlhf.evaluate.results",
     "rlhf.launch.banner",
@@ -88,6 +91,7 @@ TWINS: dict[str, set[str]] = {
     "samples.py": {".", "cli"},
     "report.py": {".", "cli", "tracking"},
     "status.py": {".", "cli", "ranks"},
+    "doctor.py": {".", "cli"},
     "translate.py": {".", "cli"},
 }
 """Names that several files have: a section of the configuration and the component that uses it; a command and its

@@ -20,7 +20,7 @@ from rlhf.launch.local.processes import PlainRanks
 from rlhf.launch.local.rank_output import RankOutput
 from rlhf.launch.local.server_keeper import ServerKeeper
 from rlhf.launch.stop_request import StopRequest
-from rlhf.planning.devices import count_gpus, usable_cores
+from rlhf.planning.devices import devices_problem, usable_cores
 from rlhf.ranks.launch_messages import CountDevices, Devices, Fork, Forked
 from rlhf.ranks.lock import wait_for_ranks
 from rlhf.ranks.parent import SUPERVISOR_PID
@@ -176,19 +176,8 @@ class LocalStarter:
         t = self._trainer
         if t.device == "cpu" or not self._expected:
             return
-        count = self._device_count()
-        if count == 0 and t.device == "auto" and not count_gpus():
-            return
-        if count == 0:  # fail with device=auto, too: the driver sees GPUs, so settings may have their GPU defaults
-            raise UserError(
-                f"trainer.device={t.device}, but no CUDA device is visible. Set trainer.device=cpu, or check "
-                "`nvidia-smi`."
-            )
-        if t.ranks > count:
-            raise UserError(
-                f"trainer.nproc={t.ranks}, but only {count} CUDA devices are visible, and each rank needs its own. "
-                f"Set trainer.nproc={count} or fewer, or trainer.device=cpu."
-            )
+        if problem := devices_problem(t, self._device_count()):
+            raise UserError(problem)
 
     def _device_count(self) -> int:
         timeout_s = self._trainer.watchdog_first_timeout_s

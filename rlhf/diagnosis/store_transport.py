@@ -1,0 +1,118 @@
+"""Exchanges small objects between ranks through the launcher's key-value store, and names ranks that do not answer.
+
+The checks between nodes use this transport, not gloo or NCCL, because these are what the checks test.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch.distributed as dist
+
+from rlhf.errors import UserError
+from rlhf.ranks.object_codec import decode, encode
+from rlhf.ranks.transport import LostPeer, Transport
+from rlhf.ranks.world import STORE_FD
+
+_AGENT_STORE, _RESTART = "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"
+_SPARE_S = 5.0
+"""Seconds that other ranks wait longer than rank 0, which names the missing ranks."""
+
+
+def open_store(deadline_s: float) -> dist.Store:
+    """Return the store of the ranks of this launch. Rank 0 serves the store, or torchrun does.
+
+    Raises:
+        UserError: the store cannot be reached within `deadline_s` seconds.
+    """
+    host, port, rank = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
+    serves = rank == 0 and os.environ.get(_AGENT_STORE) != "True"
+    fd = os.environ.pop(STORE_FD, None)
+    try:
+        store = dist.TCPStore(
+            host,
+            port,
+            int(os.environ["WORLD_SIZE"]),
+            is_master=serves,
+            timeout=timedelta(seconds=deadline_s),
+            wait_for_workers=False,
+            master_listen_fd=None if fd is None else int(fd),
+        )
+    except (RuntimeError, ValueError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"Rank {rank} cannot reach the store of rank 0 at {host}:{port} within {deadline_s:g} s ({first}). Start "
+            "the command on every node, and check MASTER_ADDR, MASTER_PORT and the firewall."
+        ) from error
+    return dist.PrefixStore(prefix(), store)
+
+
+def prefix() -> str:
+    """Return a prefix for the keys of this start of the ranks. torchrun keeps one store over restarts."""
+    return f"doctor/{os.environ.get(_RESTART, '0')}"
+
+
+class StoreTransport(Transport):
+    """Exchanges objects of all ranks through `store`. Each call may take `deadline_s` seconds.
+
+    A call raises LostPeer, with the numbers of the ranks that did not answer, on every rank.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, deadline_s: float) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._store, self._deadline_s, self._calls = store, deadline_s, count()
+
+    def all_gather(self, value: Any) -> list[Any]:
+        # Rank 0 reads all values and writes them under one key: each rank makes two calls, not one for each rank.
+        call = next(self._calls)
+        if self.rank != 0:
+            self._store.set(f"{call}/{self.rank}", encode(value))
+            found = self._await(f"{call}/all", self._deadline_s + _SPARE_S, [0])
+        else:
+            found = self._gathered(call, value)
+        if "missing" in found:
+            raise _lost(found["missing"], self._deadline_s)
+        return list(found["values"])
+
+    def _gathered(self, call: int, own: Any) -> dict[str, Any]:
+        end = time.monotonic() + self._deadline_s
+        values, missing = [own], []
+        for rank in range(1, self.world_size):
+            try:
+                values.append(self._await(f"{call}/{rank}", max(0.01, end - time.monotonic()), [rank]))
+            except LostPeer:
+                missing.append(rank)
+        found: dict[str, Any] = {"missing": missing} if missing else {"values": values}
+        self._store.set(f"{call}/all", encode(found))
+        return found
+
+    def _await(self, key: str, seconds: float, ranks: Sequence[int]) -> Any:
+        try:
+            self._store.wait([key], timedelta(seconds=seconds))
+            return decode(self._store.get(key))
+        except RuntimeError as error:
+            raise _lost(ranks, seconds) from error
+
+    def gather(self, value: Any, to: int) -> list[Any] | None:
+        found = self.all_gather(value)
+        return found if self.rank == to else None
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        return self.all_gather(value if self.rank == source else None)[source]
+
+    def leave(self, seconds: float) -> None:
+        """Wait up to `seconds` until every rank calls this method: rank 0 may serve the store."""
+        self._store.set(f"left/{self.rank}", "")
+        if self.rank == 0:
+            try:
+                self._store.wait([f"left/{rank}" for rank in range(self.world_size)], timedelta(seconds=seconds))
+            except RuntimeError:  # a lost rank is reported by now
+                return
+
+
+def _lost(ranks: Sequence[int], seconds: float) -> LostPeer:
+    who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return LostPeer(f"{who} did not answer within {seconds:g} s")
