@@ -13,6 +13,7 @@ COMMANDS = {
     "rlhf.compare": "results of runs side by side",
     "rlhf.checkpoint": "list, verify, prune, export, merge and convert checkpoints",
     "rlhf.translate": "a configuration of verl, TRL or OpenRLHF as a recipe",
+    "rlhf.launch.kubernetes": "print the Kubernetes manifest of a training",
     "rlhf.launch.slurm": "submit a training to SLURM",
 }
 

@@ -136,7 +136,7 @@ def start(config: Config, recipes: Sequence[str], callbacks: Sequence[Callback] 
     if config.trainer.nnodes > 1:
         raise UserError(
             f"trainer.nnodes={config.trainer.nnodes}: this command starts the ranks of one machine only. Give the same "
-            "settings to python -m rlhf.launch.slurm, or start torchrun on each machine."
+            "settings to python -m rlhf.launch.slurm or rlhf.launch.kubernetes, or start torchrun on each machine."
         )
     from rlhf.launch.supervisor import supervise
 

@@ -80,6 +80,10 @@ OPTIONS = {
     "rlhf.compare": ("--help", "--json"),
     "rlhf.doctor": ("--config-dir", "--help", "--json"),
     "rlhf.evaluate": ("--config-dir", "--help", "--json"),
+    "rlhf.launch.kubernetes": (
+        *("--backoff-limit", "--claim", "--config-dir", "--cpus", "--env-from-secret", "--help", "--image"),
+        *("--memory", "--name", "--namespace", "--shm-size"),
+    ),
     "rlhf.launch.slurm": ("--array-parallelism", "--config-dir", "--dry-run", "--help", "--multirun"),
     "rlhf.plan": ("--config-dir", "--device-memory", "--disk-speed", "--help", "--json", "--ranks"),
     "rlhf.report": ("--help", "--output", "--timeout"),

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from rlhf.api import check_files, reject_callbacks, validated
 from rlhf.cli.sweep import plan
+from rlhf.compose import compose_config
 from rlhf.config import Config
 from rlhf.config.library import Library
+from rlhf.config.rules.validate import validate
 from rlhf.config.secrets import export, typed_secrets
 from rlhf.errors import UserError
 from rlhf.planning.device_defaults import Machine
@@ -56,13 +58,37 @@ def checked_runs(
     return [CheckedRun(run.config, (*extra, *_with_ranks(run))) for run in runs]
 
 
-def _check_secrets(run: CheckedRun) -> None:
+def _check_secrets(run: CheckedRun, remedy: str = "") -> None:
+    """Raise UserError if an argument contains a secret. `remedy` is a sentence about the scheduler's own way."""
     for setting, (_, secret) in typed_secrets(run.config):
         if any(secret in argument for argument in run.arguments):
             raise UserError(
                 f"{setting} contains a secret, and the job's file would store it. Put the secret into an environment "
-                f"variable of the job, such as NAME, and write '${{oc.env:NAME}}' in its place."
+                f"variable of the job, such as NAME, and write '${{oc.env:NAME}}' in its place.{remedy}"
             )
+
+
+def checked_elsewhere(
+    overrides: Sequence[str], config_dir: Path | None, machine: Machine, secret_remedy: str
+) -> CheckedRun:
+    """Return the run of these overrides, which starts on machines with packages, models and data of their own.
+
+    Args:
+        config_dir: as on those machines; the folder must exist here, too.
+        machine: those machines, for device defaults.
+        secret_remedy: a sentence on how the scheduler sets environment variables with secrets.
+
+    Raises:
+        UserError: settings are wrong, or an override contains a secret, which the scheduler's file would store.
+    """
+    config = compose_config(list(overrides), Library.find(config_dir), machine)
+    validate(config, {}, here=False, models=False)
+    if config.trainer.nnodes > 1:
+        reject_callbacks(config)
+    run = CheckedRun(config, tuple(overrides))
+    _check_secrets(run, secret_remedy)
+    extra = () if config_dir is None else (f"--config-dir={config_dir}",)
+    return CheckedRun(config, (*extra, *_with_ranks(run)))
 
 
 def _with_ranks(run: CheckedRun) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ PACKAGE = Path(rlhf.__file__).parent
 STOREYS = (
     {
         *("__main__", "train", "evaluate", "samples", "plan", "compare", "report", "status", "doctor", "translate"),
-        *("checkpoint.__main__", "launch.slurm.__main__"),
+        *("checkpoint.__main__", "launch.kubernetes.__main__", "launch.slurm.__main__"),
     },
     {"convert"},
     {"api", "cli"},
@@ -51,7 +51,11 @@ MAY_IMPORT_CHECKPOINT = {"loop", "worker", "lifecycle", "assemble", "evaluate", 
     "checkpoint.__main__",
     "convert",
 }
-COMMANDS_IN_ROOMS = {"rlhf.checkpoint.__main__", "rlhf.launch.slurm.__main__"}
+COMMANDS_IN_ROOMS = {
+    "rlhf.checkpoint.__main__",
+    "rlhf.launch.kubernetes.__main__",
+    "rlhf.launch.slurm.__main__",
+}
 """Thin commands whose files are in a room's folder, but which may import from the rooms above it."""
 
 MAY_SEE_THE_WHOLE_CONFIG = {

@@ -39,15 +39,16 @@ def overwritten_starts(config: Config) -> Iterator[str]:
             )
 
 
-def resume_problems(config: Config) -> Iterator[str]:
-    """Yield one line per resume source that is invalid or that the resume mode does not read."""
+def resume_problems(config: Config, *, exists: bool) -> Iterator[str]:
+    """Yield one line per resume source that is invalid or that the resume mode does not read. With `exists`, also check
+    that the source is a checkpoint on this machine."""
     mode, path = config.trainer.resume_mode, config.trainer.resume_from_path
     if mode == "resume_path" and not path:
         yield "trainer.resume_mode=resume_path: set trainer.resume_from_path to a global_step_N directory."
     if mode != "resume_path":
         yield from without_effect(config, ["trainer.resume_from_path"], "trainer.resume_mode=resume_path", mode)
     # The source of an existing run may be gone: the run resumes from its own checkpoints.
-    if mode == "resume_path" and path and not config.run_dir.exists():
+    if exists and mode == "resume_path" and path and not config.run_dir.exists():
         source = Path(path).expanduser()
         if not source.is_dir():
             yield f"trainer.resume_from_path={path}: there is no such directory.{nearby(source, Path.is_dir)}"
@@ -68,13 +69,13 @@ def on_one_machine(environ: Mapping[str, str] = os.environ) -> bool:
     return int(environ.get("WORLD_SIZE", "1")) == int(environ.get("LOCAL_WORLD_SIZE", environ.get("WORLD_SIZE", "1")))
 
 
-def model_problems(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield one line per missing model or chat template, and one for a reward model without effect."""
-    here = on_one_machine(environ)
-    yield from model_folder_problems("model.path", config.model.path, here)
+def model_problems(config: Config, *, exist: bool) -> Iterator[str]:
+    """Yield one line per wrong name of a model, missing chat template and reward model without effect. With `exist`,
+    also yield a line per missing model folder."""
+    yield from model_folder_problems("model.path", config.model.path, exist)
     for key, optional in (("critic.path", config.critic.path), ("reward_model.path", config.reward_model.path)):
         if optional is not None:
-            yield from model_folder_problems(key, optional, here)
+            yield from model_folder_problems(key, optional, exist)
     if not needs_reward_model(config.reward):
         remedy = f"reward.functions={hydra_value([*config.reward.functions, REWARD_MODEL])}"
         yield from without_effect(config, ["reward_model.path"], f"{REWARD_MODEL} in reward.functions", remedy=remedy)

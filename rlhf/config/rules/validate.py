@@ -16,7 +16,13 @@ from rlhf.config.rules.checkpoint_rules import checkpoint_problems
 from rlhf.config.rules.env_rules import env_problems
 from rlhf.config.rules.learning_rules import kl_problems, loss_problems, optimizer_problems
 from rlhf.config.rules.lora_rules import lora_problems, missing_peft
-from rlhf.config.rules.path_rules import model_problems, overwritten_starts, resume_problems, unresolved_home_paths
+from rlhf.config.rules.path_rules import (
+    model_problems,
+    on_one_machine,
+    overwritten_starts,
+    resume_problems,
+    unresolved_home_paths,
+)
 from rlhf.config.rules.rollout_rules import missing_engine, rollout_problems
 from rlhf.config.rules.without_effect import without_effect
 from rlhf.config.schema.tracking import ALERTS
@@ -44,12 +50,15 @@ CALLBACK_ARGUMENTS = ("step", "metrics")
 LOGGERS = ("console", "jsonl", "mlflow", "tensorboard", "wandb")
 
 
-def validate(config: Config, environ: Mapping[str, str] = os.environ, *, here: bool = True) -> None:
+def validate(
+    config: Config, environ: Mapping[str, str] = os.environ, *, here: bool = True, models: bool = True
+) -> None:
     """Check a resolved configuration. The number of ranks is `trainer.nnodes` times `trainer.nproc`, or WORLD_SIZE
     under torchrun.
 
     Args:
         here: also check that this installation has the required packages.
+        models: also check that the models, and the checkpoint to start from, exist. False if other machines have them.
 
     Raises:
         UserError: with every problem, one per line, each with the setting, its value and the remedy.
@@ -77,13 +86,13 @@ def validate(config: Config, environ: Mapping[str, str] = os.environ, *, here: b
             checkpoint_problems,
             lora_problems,
             _rollback,
-            resume_problems,
             overwritten_starts,
         ):
             problems += check(config)
+        problems += resume_problems(config, exists=models)
         if here:
             problems += [*missing_engine(config), *missing_backend(config), *missing_peft(config)]
-        problems += model_problems(config, environ)
+        problems += model_problems(config, exist=models and on_one_machine(environ))
         problems += _ranks(config, environ)
     if problems:
         raise UserError("\n".join(problems))

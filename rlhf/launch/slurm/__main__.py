@@ -11,7 +11,8 @@ from rlhf.cli.submission import checked_runs
 from rlhf.config.known_settings import SETTINGS
 from rlhf.config.vllm_versions import installation_problem
 from rlhf.errors import EXIT_DONE, UserError
-from rlhf.launch.slurm.batch_script import Job, batch_script, warning_s
+from rlhf.launch.scheduler_times import stop_notice_s
+from rlhf.launch.slurm.batch_script import Job, batch_script
 from rlhf.launch.slurm.sbatch_options import asks_for_gpus, check_time, gpus_of, sort_words
 from rlhf.planning.device_defaults import Machine, server_gpus
 from rlhf.planning.devices import count_gpus
@@ -29,7 +30,7 @@ def _run(argv: list[str]) -> int:
     machine = Machine(gpus_of(words.sbatch) or count_gpus() or 1, installation_problem())
     runs = checked_runs(words.overrides, arguments.config_dir, machine, multirun=arguments.multirun)
     config = runs[0].config
-    check_time(words.sbatch, warning_s(config.trainer))
+    check_time(words.sbatch, stop_notice_s(config.trainer))
     needed = None
     if config.trainer.device != "cpu" and not asks_for_gpus(words.sbatch):
         needed = config.trainer.ranks + server_gpus(lambda key: SETTINGS[key].value(config))

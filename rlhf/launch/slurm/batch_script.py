@@ -8,15 +8,10 @@ from pathlib import Path
 
 from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
+from rlhf.launch.scheduler_times import PEERS_S, stop_notice_s
 from rlhf.launch.slurm.sbatch_options import cpus_of_rank
 from rlhf.ranks.parent import LAUNCH
 from rlhf.storage.layout import POINTER
-
-SPARE_S = 60
-"""Seconds between the end of `trainer.preempt_grace_s` and the time limit, for the script to end. SLURM may send its
-signal this much early or late."""
-_PEERS_S = 120
-"""Seconds after the end of one rank until srun kills the ranks that wait for it."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +20,6 @@ class Job:
 
     run_dir: Path
     arguments: Sequence[str]
-
-
-def warning_s(trainer: TrainerConfig) -> int:
-    """Return the seconds before the time limit at which the run is asked to save and leave."""
-    return int(trainer.preempt_grace_s) + SPARE_S
 
 
 def batch_script(
@@ -79,7 +69,7 @@ def _options(
         # The supervisor is one task with the CPUs of all its ranks. On several nodes, each rank is a task.
         "ntasks-per-node": "1" if one else str(trainer.ranks),
         "cpus-per-task": str(of_rank * trainer.ranks if one else of_rank),
-        "signal": f"B:USR1@{warning_s(trainer)}",
+        "signal": f"B:USR1@{stop_notice_s(trainer)}",
         "requeue": None,
         **({} if array is None else {"array": array}),
     }
@@ -97,7 +87,7 @@ def _assignments(job: Job, indent: str) -> str:
 
 
 def _ranks(trainer: TrainerConfig) -> str:
-    return _RANKS.format(python=shlex.quote(sys.executable), nproc=trainer.ranks, peers_s=_PEERS_S)
+    return _RANKS.format(python=shlex.quote(sys.executable), nproc=trainer.ranks, peers_s=PEERS_S)
 
 
 _SUPERVISOR = """\

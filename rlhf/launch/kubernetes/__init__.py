@@ -1,0 +1,1 @@
+"""Writes Kubernetes manifests of runs, and runs the ranks of a pod."""
