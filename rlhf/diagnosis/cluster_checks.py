@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rlhf.checkpoint.start.domains import find_domains
@@ -30,53 +30,59 @@ ALL_NODES = "all nodes"
 
 
 def check_cluster(config: Config, node_deadline_s: float) -> tuple[list[CheckResult], bool]:
-    """Run all checks as one rank. Return the results, and whether this rank prints them.
+    """Run all checks as one rank. Return the results that this rank knows, and whether it prints them.
 
-    A rank that never comes, or stops answering, is an error with its number. If ranks are missing from the start, each
-    node checks itself and prints its own results.
+    Rank 0 knows all results. A rank that never comes, or stops answering, is an error with its number. If ranks are
+    missing from the start, each node checks itself and prints its own results.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    results: list[CheckResult] = []
+    results, nodes = list[CheckResult](), list[str]()
     try:
         transport = StoreTransport(open_store(DEADLINE_S), rank, world_size, DEADLINE_S)
+        coordinator = Coordinator(transport)
         try:
-            _check(config, Coordinator(transport), results, node_deadline_s)
+            nodes += node_names(coordinator.all_gather((machine(), socket.gethostname())))
+            _check(config, coordinator, nodes, results, node_deadline_s)
         finally:
             transport.leave(LEAVE_S)
     except LostPeer as problem:
         text = f"{problem}. Start the command on every node, and look at the output of the missing ranks."
-        lost = CheckResult("error", "nodes", text, ALL_NODES)
+        results.append(CheckResult("error", "nodes", text, ALL_NODES))
     except UserError as problem:
-        lost = CheckResult("error", "nodes", one_line(problem), ALL_NODES)
-    else:
+        results.append(CheckResult("error", "nodes", one_line(problem), ALL_NODES))
+    if nodes:
         return results, rank == 0
-    if results:
-        return [*results, lost], rank == 0
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     own = check_node(config, socket.gethostname(), node_deadline_s) if is_first else []
-    return [*own, lost], is_first
+    return [*own, *results], is_first
 
 
-def _check(config: Config, coordinator: Coordinator, results: list[CheckResult], node_deadline_s: float) -> None:
-    """Append the results of all checks, as far as the ranks answer. Collective."""
-    nodes = node_names(coordinator.all_gather((machine(), socket.gethostname())))
-    leaders = sorted({names: rank for rank, names in reversed(list(enumerate(nodes)))}.values())
-    rank = coordinator.rank
+def _check(
+    config: Config, coordinator: Coordinator, nodes: Sequence[str], results: list[CheckResult], node_deadline_s: float
+) -> None:
+    """Append the results of all checks, as far as the ranks answer, on rank 0. Collective.
+
+    Args:
+        nodes: the name of each rank's node.
+    """
+    first = {node: rank for rank, node in reversed(list(enumerate(nodes)))}
+    leaders, rank = sorted(first.values()), coordinator.rank
     coordinator.domains = find_domains(existing_folder(config.run_dir), coordinator)
     share = coordinator.domains.count(coordinator.domain) / coordinator.world_size
     own = check_node(config, nodes[rank], node_deadline_s, share=share) if rank in leaders else []
-    for found in coordinator.all_gather(own):
+    for found in coordinator.collect(lambda: own) or []:
         results += found
 
-    def add(check: str, outcomes: Sequence[Outcome] | Iterator[Outcome]) -> None:
-        results.extend(CheckResult(each.level, check, each.text, ALL_NODES) for each in outcomes)
+    def add(check: str, outcomes: Iterable[Outcome]) -> None:
+        if coordinator.is_leader:
+            results.extend(CheckResult(each.level, check, each.text, ALL_NODES) for each in outcomes)
 
     add("nodes", [ok(f"{counted(coordinator.world_size, 'rank')} on {counted(len(leaders), 'node')}")])
     if len(leaders) > 1:
-        versions = coordinator.all_gather(installed_versions(SHOWN))
-        add("equal versions", version_differences({nodes[leader]: versions[leader] for leader in leaders}))
+        versions = coordinator.collect(lambda: installed_versions(SHOWN)) or []
+        add("equal versions", version_differences({nodes[at]: versions[at] for at in leaders if versions}))
         offsets, uncertain_s = clock_offsets(coordinator)
-        add("clocks", clock_outcomes({nodes[leader]: offsets[leader] for leader in leaders}, uncertain_s))
+        add("clocks", clock_outcomes({nodes[at]: offsets[at] for at in leaders}, uncertain_s))
         add("shared disk", _shared_disk(config.run_dir, coordinator, nodes))
     members = leaders if len(leaders) > 1 else range(len(nodes))
     add("collectives", run_collective_test(config.trainer, coordinator, members))

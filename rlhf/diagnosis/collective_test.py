@@ -49,7 +49,7 @@ class RankProgress:
 
 
 def run_collective_test(trainer: TrainerConfig, coordinator: Coordinator, members: Sequence[int]) -> list[Outcome]:
-    """Test the ranks of `coordinator`, and return the outcomes, the same on every rank. Collective.
+    """Test the ranks of `coordinator`, and return the outcomes on rank 0, nothing on the other ranks. Collective.
 
     Args:
         members: the ranks that form pairs: one of each node, or all ranks of a single node.
@@ -61,7 +61,8 @@ def run_collective_test(trainer: TrainerConfig, coordinator: Coordinator, member
     thread = Thread(target=_test, args=(trainer, coordinator, members, progress), daemon=True)
     thread.start()
     thread.join(DEADLINE_S)
-    return list(outcomes(coordinator.all_gather(progress)))
+    ranks = coordinator.collect(lambda: progress)
+    return [] if ranks is None else list(outcomes(ranks))
 
 
 def _test(trainer: TrainerConfig, coordinator: Coordinator, members: Sequence[int], progress: RankProgress) -> None:

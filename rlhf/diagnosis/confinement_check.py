@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlhf.config.schema.env import EnvConfig
 from rlhf.config.schema.reward import REWARD_MODEL, RewardConfig
@@ -57,7 +58,7 @@ def _remedy() -> str:
     return f"Allow user namespaces and Landlock on the host (containers: another seccomp profile); {PAGE} has details."
 
 
-def _try(confinement: Confinement) -> dict[str, object] | dict[str, list[str]]:
+def _try(confinement: Confinement) -> dict[str, Any]:
     command = [sys.executable, "-P", "-m", "rlhf.diagnosis.confinement_check"]
     try:
         done = subprocess.run(
@@ -71,7 +72,7 @@ def _try(confinement: Confinement) -> dict[str, object] | dict[str, list[str]]:
     except subprocess.TimeoutExpired:
         return {"problem": f"not ready after {TIMEOUT_S:g} s"}
     try:
-        answer = json.loads(done.stdout)
+        answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         return {"problem": f"exit code {done.returncode}: {done.stderr.strip()[-300:]}"}
     if folder := answer.get("folder"):

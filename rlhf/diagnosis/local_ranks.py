@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO
 
 from rlhf.config.schema.trainer import TrainerConfig
@@ -66,7 +66,7 @@ def check_collectives(device: str, deadline_s: float) -> Iterator[Outcome]:
         yield from (Outcome(**each) for each in json.loads(_text(answers[0])))
 
 
-def _await(ranks: list[subprocess.Popen[bytes]], errors: list[IO[bytes]], deadline_s: float) -> str | None:
+def _await(ranks: Sequence[subprocess.Popen[bytes]], errors: Sequence[IO[bytes]], deadline_s: float) -> str | None:
     """Wait for the ranks. Return a sentence on the first rank that failed or did not end; None if all ended well."""
     end = time.monotonic() + deadline_s
     running = set(range(len(ranks)))

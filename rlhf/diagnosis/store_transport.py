@@ -5,7 +5,7 @@ The checks between nodes use this transport, not gloo or NCCL, because these are
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -67,38 +67,48 @@ class StoreTransport(Transport):
 
     def all_gather(self, value: Any) -> list[Any]:
         # Rank 0 reads all values and writes them under one key: each rank makes two calls, not one for each rank.
+        return self._exchange(value, lambda values: values)
+
+    def gather(self, value: Any, to: int) -> list[Any] | None:
+        if to != 0:
+            raise ValueError("only rank 0 gathers")
+        values: list[list[Any]] = []
+        self._exchange(value, values.append)
+        return values[0] if values else None
+
+    def _exchange(self, value: Any, answer: Callable[[list[Any]], Any]) -> Any:
+        """Send `value` to rank 0, and return on every rank what `answer` on rank 0 makes of all values."""
         call = next(self._calls)
         if self.rank != 0:
-            self._store.set(f"{call}/{self.rank}", encode(value))
-            found = self._await(f"{call}/all", self._deadline_s + _SPARE_S, [0])
+            self._write(f"{call}/{self.rank}", value)
+            found = self._read(f"{call}/answer", self._deadline_s + _SPARE_S, [0])
         else:
-            found = self._gathered(call, value)
+            found = self._collected(call, value, answer)
+            self._write(f"{call}/answer", found)
         if "missing" in found:
             raise _lost(found["missing"], self._deadline_s)
-        return list(found["values"])
+        return found["answer"]
 
-    def _gathered(self, call: int, own: Any) -> dict[str, Any]:
+    def _collected(self, call: int, own: Any, answer: Callable[[list[Any]], Any]) -> dict[str, Any]:
         end = time.monotonic() + self._deadline_s
         values, missing = [own], []
         for rank in range(1, self.world_size):
             try:
-                values.append(self._await(f"{call}/{rank}", max(0.01, end - time.monotonic()), [rank]))
+                values.append(self._read(f"{call}/{rank}", max(0.01, end - time.monotonic()), [rank]))
             except LostPeer:
                 missing.append(rank)
-        found: dict[str, Any] = {"missing": missing} if missing else {"values": values}
-        self._store.set(f"{call}/all", encode(found))
-        return found
+        return {"missing": missing} if missing else {"answer": answer(values)}
 
-    def _await(self, key: str, seconds: float, ranks: Sequence[int]) -> Any:
+    def _write(self, key: str, value: Any) -> None:
+        self._store.set(key, encode(value).hex())
+
+    def _read(self, key: str, seconds: float, ranks: Sequence[int]) -> Any:
+        """Return the value under `key` when it is there. Raise LostPeer, with `ranks`, after `seconds`."""
         try:
             self._store.wait([key], timedelta(seconds=seconds))
-            return decode(self._store.get(key))
+            return decode(bytes.fromhex(self._store.get(key).decode()))
         except RuntimeError as error:
             raise _lost(ranks, seconds) from error
-
-    def gather(self, value: Any, to: int) -> list[Any] | None:
-        found = self.all_gather(value)
-        return found if self.rank == to else None
 
     def broadcast(self, value: Any, source: int) -> Any:
         return self.all_gather(value if self.rank == source else None)[source]

@@ -6,6 +6,8 @@ import pytest
 from rlhf.launch.evidence import (
     AttemptResult,
     Ending,
+    Hang,
+    cause_of,
     classify,
     describe_crash,
     first_cause,
@@ -104,3 +106,16 @@ def test_exits_in_words():
     assert "out-of-memory" in str(RankExit(KILLED))
     assert str(RankExit(-signal.SIGSEGV)) == "SIGSEGV"
     assert str(RankExit(-40)) == "signal 40"
+
+
+def test_causes_are_equal_whatever_the_rank_the_step_and_the_numbers():
+    def cause(rank: int, code: int, message: str = "", step: int = 1) -> str:
+        error = RankError("crash", f"{message}\nmore", "") if message else None
+        return cause_of(attempt({rank: code}, first=(rank,)), {rank: RankStatus(step, "update", 1.0, error)})
+
+    assert cause(0, KILLED) == cause(1, KILLED, step=9)
+    assert cause(0, 1, "OSError: disk 7 at 0x7f3a is gone") == cause(1, 1, "OSError: disk 12 at 0x11b is gone", step=9)
+    assert len({cause(0, KILLED), cause(0, 1), cause(0, 1, "OSError: a"), cause(0, 1, "OSError: b")}) == 4
+    hung = AttemptResult({0: RankExit(KILLED)}, (), frozenset({0}), Hang(0, "no progress", {}, []))
+    assert cause_of(hung, {0: RankStatus(3, "update", 1.0, None)}) == "hang after update"
+    assert "Checks of this node found:\n    error: disk: full" in report(hung, 1, {}, None, ["error: disk: full"])

@@ -61,3 +61,8 @@ def test_no_restarts_allowed():
 def test_backoff_of_a_long_row_does_not_overflow():
     p = policy(max_restarts=5000, max_failures_per_step=5000)
     assert [p.crashed(1) for _ in range(2000)][-1] == Restart(2000, 5.0)
+
+
+def test_the_second_crash_in_a_row_with_one_cause():
+    p = policy()
+    assert [p.is_second(cause) for cause in "aabaaa"] == [False, True, False, False, True, False]

@@ -12,7 +12,7 @@ from rlhf.cli.command_parser import CommandParser, count_of
 from rlhf.cli.submission import checked_elsewhere
 from rlhf.config.known_settings import SETTINGS
 from rlhf.errors import EXIT_DONE
-from rlhf.launch.kubernetes.manifest import SHM_SIZE, Pod, check_run_dir, default_name, manifest
+from rlhf.launch.kubernetes.job_manifest import SHM_SIZE, Pod, check_run_dir, default_name, manifest
 from rlhf.planning.device_defaults import Machine, server_gpus
 
 WITH_VALUE = (
