@@ -25,27 +25,26 @@ def check_devices(trainer: TrainerConfig, server_gpus: int, *, own_gpu: bool, ru
         running: rollout servers of the run may use the GPUs now.
     """
     gpus, cores, ranks = count_gpus(), usable_cores(), trainer.ranks
-    yield from driver_problems(trainer.device, driver_version(), torch_version_file())
+    found = list(driver_problems(trainer.device, driver_version(), torch_version_file()))
     if trainer.device == "cpu" or (trainer.device == "auto" and not gpus):
         if ranks > cores:
-            yield warning(f"{ranks} ranks share {cores} cores. Set trainer.nproc={cores} or fewer.")
-        else:
-            yield ok(f"no GPU in use; {counted(cores, 'core')} for {counted(ranks, 'rank')}")
+            found.append(warning(f"{ranks} ranks share {counted(cores, 'core')}. Set trainer.nproc={cores} or fewer."))
+        yield from found or [ok(f"no GPU in use; {counted(cores, 'core')} for {counted(ranks, 'rank')}")]
         return
     if not own_gpu and (problem := devices_problem(trainer, gpus)):
-        yield error(problem)
+        found.append(error(problem))
     elif not own_gpu and ranks + server_gpus > gpus:
-        yield error(
+        text = (
             f"trainer.nproc={ranks} and the rollout servers need {ranks + server_gpus} GPUs, and {gpus} are visible. "
-            f"Set trainer.nproc={gpus - server_gpus}, or lower rollout.servers.count."
         )
+        fewer = f"Set trainer.nproc={gpus - server_gpus}, or lower" if gpus > server_gpus else "Lower"
+        found.append(error(f"{text}{fewer} rollout.servers.count."))
     rows = visible_gpus(FIELDS)
-    if rows is None:
-        yield warning("nvidia-smi does not answer. Check the driver with nvidia-smi.")
-        rows = []
-    yield from gpu_problems(rows, busy=not running)
-    names = ", ".join(sorted({row[1] for row in rows})) or "unknown"
-    yield ok(f"{counted(gpus, 'GPU')} visible ({names}) for {counted(ranks, 'rank')}")
+    if rows is None and gpus:
+        found.append(warning("nvidia-smi does not answer. Check the driver with nvidia-smi."))
+    found += gpu_problems(rows or [], busy=not running)
+    names = ", ".join(sorted({row[1] for row in rows or []}))
+    yield from found or [ok(f"{counted(gpus, 'GPU')} visible ({names}) for {counted(ranks, 'rank')}")]
 
 
 def gpu_problems(rows: Sequence[Sequence[str]], *, busy: bool) -> Iterator[Outcome]:
