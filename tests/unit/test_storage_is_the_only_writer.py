@@ -47,6 +47,7 @@ ALLOWED = {
     ("ranks/status.py", "os.open"): "one page that is rewritten in place at each event, which must cost microseconds",
     ("ranks/status.py", "os.pwrite"): "one page that is rewritten in place at each event, which must cost microseconds",
     ("ranks/status.py", "open"): "the file that a signal handler in C writes stacks to",
+    ("reward/code_tests.py", "write_text"): "a program under test, in a temporary folder of its reward process",
     ("reward/kernel.py", "open"): "files of /proc, by which a process confines itself",
     ("tracking/run_output.py", "os.open"): "the null device, in the place of a terminal that is gone",
     ("rollout/servers/keeper.py", "open"): "a child process' standard output",
