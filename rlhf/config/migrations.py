@@ -83,6 +83,7 @@ MIGRATIONS: dict[str, tuple[Migration, ...]] = {
         Added("data.custom_cls.path", None),
         Added("data.custom_cls.name", None),
         Added("env.classes", []),
+        Added("env.kwargs", {}),
         Added("env.command", None),
         Added("env.template", None),
         Added("env.announce_tools", True),

@@ -24,6 +24,7 @@ from rlhf.config.agent_command import label_of
 from rlhf.config.user_functions import ENV_CLASSES, load_function
 from rlhf.environments.agent_program import ServedAgent
 from rlhf.environments.agent_start import ProgramStart, import_for, script_of
+from rlhf.environments.constructor_arguments import with_arguments
 from rlhf.environments.definition import Definition, define
 from rlhf.environments.serving import Served, Server, serve
 from rlhf.errors import UserError
@@ -62,6 +63,7 @@ def main(parent_pid: int, confinement: Confinement, number: int) -> None:
             specs: list[str] = settings["classes"]
             classes: list[Any] = [load_function(ENV_CLASSES, spec) for spec in specs]
             definitions = [define(spec, made) for spec, made in zip(specs, classes, strict=True)]
+            makers = with_arguments(classes, settings["kwargs"], settings["process"])
             if command := settings["command"]:
                 definitions = [Definition(label_of(command), [], None, True, is_agent=True)]
                 if (script := script_of(command)) is not None:
@@ -77,7 +79,7 @@ def main(parent_pid: int, confinement: Confinement, number: int) -> None:
         if command:
             _obey(channel, lambda request: ServedAgent(program, settings["timeout_s"], _folder_of(request)))
         else:
-            _obey(channel, lambda request: Served(classes, definitions, alone=request["alone"]))
+            _obey(channel, lambda request: Served(makers, definitions, alone=request["alone"]))
 
 
 def _folder_of(request: dict[str, Any]) -> Path:

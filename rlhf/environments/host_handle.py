@@ -146,7 +146,8 @@ class Host:
         """Return the first message to the host."""
         config = self._config
         command = None if config.command is None else split_command(config.command)
-        return {"classes": config.classes, "command": command, "timeout_s": config.timeout_s}
+        settings = {"classes": config.classes, "kwargs": config.kwargs, "command": command}
+        return settings | {"process": config.process, "timeout_s": config.timeout_s}
 
     def _start(self) -> None:
         config = self._config

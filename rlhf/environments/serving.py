@@ -8,7 +8,7 @@ import random
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from socket import socket
 from typing import Any, Protocol
@@ -33,9 +33,10 @@ class Server(Protocol):
 class Served:
     """One environment object, made by the request `open`."""
 
-    def __init__(self, classes: Sequence[type], definitions: Sequence[Definition], *, alone: bool) -> None:
-        """`alone`: the process serves no other object, so the global generators may be seeded."""
-        self._classes, self._definitions, self._alone = classes, definitions, alone
+    def __init__(self, makers: Sequence[Callable[[], Any]], definitions: Sequence[Definition], *, alone: bool) -> None:
+        """`makers`: make an object of each class. `alone`: the process serves no other object, so the global generators
+        may be seeded."""
+        self._makers, self._definitions, self._alone = makers, definitions, alone
         self._environment: Any = None
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -64,7 +65,7 @@ class Served:
         self._definition = self._definitions[request["kind"]]
         if self._alone:
             seed_generators(request["seed"])
-        self._environment = self._classes[request["kind"]]()
+        self._environment = self._makers[request["kind"]]()
         if (state := request["state"]) is not None:
             restore(self._environment, state)
 

@@ -1,6 +1,7 @@
 """Section `env`: environments with which the policy talks over several turns."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from rlhf.config.schema.fields import setting
 
@@ -10,6 +11,8 @@ class EnvConfig:
     classes: list[str] = setting([])
     """Environment classes, `path/to/file.py:Class`. With several, the column `environment` names the class of each
     row. Empty: each response is one turn."""
+    kwargs: dict[str, Any] = setting({})
+    """Arguments of the classes' constructors; each class gets those it accepts."""
     command: str | None = setting(None)
     """Program to run for each episode, such as 'python agent.py'. It calls the model at OPENAI_BASE_URL."""
     template: str | None = setting(None)
