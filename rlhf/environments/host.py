@@ -22,9 +22,10 @@ from typing import Any
 
 from rlhf.config.agent_command import label_of
 from rlhf.config.user_functions import ENV_CLASSES, load_function
+from rlhf.environments.adapters import preflight_program
 from rlhf.environments.agent_program import ServedAgent
 from rlhf.environments.agent_start import ProgramStart, import_for, script_of
-from rlhf.environments.constructor_arguments import with_arguments
+from rlhf.environments.class_arguments import with_arguments
 from rlhf.environments.definition import Definition, define
 from rlhf.environments.serving import Served, Server, serve
 from rlhf.errors import UserError
@@ -63,11 +64,13 @@ def main(parent_pid: int, confinement: Confinement, number: int) -> None:
             specs: list[str] = settings["classes"]
             classes: list[Any] = [load_function(ENV_CLASSES, spec) for spec in specs]
             definitions = [define(spec, made) for spec, made in zip(specs, classes, strict=True)]
-            makers = with_arguments(classes, settings["kwargs"], settings["process"])
+            makers = with_arguments(classes, settings["kwargs"], settings["process"]) if classes else []
             if command := settings["command"]:
                 definitions = [Definition(label_of(command), [], None, True, is_agent=True)]
                 if (script := script_of(command)) is not None:
                     import_for(script)
+                    preflight_program(script, settings["kwargs"])
+                os.environ["RLHF_KWARGS"] = json.dumps(settings["kwargs"])
                 program = ProgramStart(command, confinement.writable, confinement.network)
         # Also catch SystemExit, which a script without a __main__ guard may raise.
         except BaseException as error:

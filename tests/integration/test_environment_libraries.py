@@ -60,6 +60,11 @@ LIBRARIES = {
         "[GAME]",
     ),
     "openenv": Library("openenv", ("env=openenv", "data.max_response_length=120"), "Echoer environment ready!"),
+    "verifiers": Library(
+        "verifiers",
+        ("env=verifiers", "env.kwargs.id=guess_taskset", "env.timeout_s=120", "data.max_response_length=60"),
+        "wrong",
+    ),
 }
 
 
@@ -72,7 +77,7 @@ def need(package: str) -> None:
 
 def train(folder: Path, name: str, library: Library, *more: str, environment: dict[str, str] | None = None) -> int:
     """Run two steps of the library's environment and return the exit code."""
-    rows = [{"prompt": f"Task {i}.", "answer": str(i)} for i in range(8)]
+    rows = [{"prompt": f"Task {i}.", "answer": str(i), "task": i} for i in range(8)]
     (folder / "reward.py").write_text(REWARD)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = ["recipes=env_guess", f"trainer.default_local_dir={folder}", f"trainer.experiment_name={name}"]
@@ -86,12 +91,18 @@ def train(folder: Path, name: str, library: Library, *more: str, environment: di
         f"reward.functions=[{folder}/reward.py:score]",
     ]
     arguments += [*library.settings, *more]
-    end = ranks(folder / f"{name}.log", arguments, environment)
+    # The taskset of verifiers is a module.
+    variables = {"PYTHONPATH": f"{ROOT}/tests/support", **(environment or {})}
+    end = ranks(folder / f"{name}.log", arguments, variables)
     (folder / "output").write_text(end.output)
     return end.code
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
+SLOW = ("textarena", "openenv", "verifiers")
+"""Libraries that are not in the extra dev."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in LIBRARIES])
 def test_a_kill_inside_an_episode_changes_no_bit(name, tmp_path: Path):
     library = LIBRARIES[name]
     need(library.package)
@@ -220,3 +231,44 @@ def test_an_openenv_session_answers_and_names_the_mistake(tmp_path: Path):
             assert Session(pool, 0, seed=1).make([begin]) == [{"value": "\nEchoer environment ready!"}]
         finally:
             pool.close()
+
+
+VERIFIERS: tuple[tuple[dict, tuple[str, ...]], ...] = (
+    ({}, ("env.kwargs", "Set env.kwargs.id=TASKSET")),
+    ({"id": "guess_tasket"}, ("env.kwargs.id=guess_tasket", "install the taskset")),
+    ({"id": "guess_taskset", "confg": {}}, ("env.kwargs.confg", "Did you mean config?")),
+    ({"id": "guess_taskset", "config": {"taskset": {"taks": "s3cr3t"}}}, ("env.kwargs", "taskset.taks")),
+    ({"id": "guess_taskset", "config": {"taskset": {"tasks": 0}}}, ("env.kwargs.id=guess_taskset", "no task")),
+    ({"id": "guess_taskset", "config": {"id": "user-sim"}}, ("assistant, user", "one conversation")),
+)
+
+
+def verifiers(kwargs: dict) -> EnvironmentPool:
+    return EnvironmentPool(EnvConfig(command=f"python {ADAPTERS}/verifiers_agent.py", kwargs=kwargs, timeout_s=120))
+
+
+@pytest.mark.slow
+def test_a_task_of_verifiers_is_played_and_names_the_mistake(monkeypatch):
+    need("verifiers")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests/support")
+    for kwargs, words in VERIFIERS:
+        with pytest.raises(UserError) as error:
+            verifiers(kwargs).start()
+        assert all(word in str(error.value) for word in words), error.value
+        assert "s3cr3t" not in str(error.value)
+    pool = verifiers({"id": "guess_taskset", "config": {"taskset": {"tasks": 5}}}).start()
+    answer: Call = {"op": "answer", "usage": {"prompt_tokens": 1, "completion_tokens": 1}}
+    answer["message"] = {"role": "assistant", "content": "4"}
+    try:
+        session = Session(pool, 0, seed=1, name="right")
+        start, told, reward = session.make(
+            [{"op": "start", "row": {"task": 4}}, answer, {"op": "reward", "required": True}]
+        )
+        assert start["value"]["messages"] == [{"role": "user", "content": "Guess 0 to 9."}]
+        assert told["value"] == [{"role": "user", "content": "right"}]
+        assert reward["value"] == 1 + ord("4") / 970
+        for row, words in (({"task": 5}, "has 5 tasks"), ({}, "column task")):
+            with pytest.raises(EnvironmentFailed, match=words):
+                Session(pool, 0, seed=1, name=f"wrong-{len(row)}").make([{"op": "start", "row": row}])
+    finally:
+        pool.close()

@@ -22,7 +22,7 @@ def env_problems(config: Config) -> Iterator[str]:
                 "env.command: it contains a secret, which the run would store. Put the secret into an environment "
                 "variable, and name the variable in env.pass_env."
             )
-        yield from without_effect(config, ["env.kwargs", "env.num_workers", "env.process"], "env.classes", [])
+        yield from without_effect(config, ["env.num_workers", "env.process"], "env.classes", [])
     if rollout.async_steps:
         yield (
             f"rollout.async_steps={rollout.async_steps}: with {shown}, each step generates its episodes whole. Set "

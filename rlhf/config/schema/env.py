@@ -12,7 +12,8 @@ class EnvConfig:
     """Environment classes, `path/to/file.py:Class`. With several, the column `environment` names the class of each
     row. Empty: each response is one turn."""
     kwargs: dict[str, Any] = setting({})
-    """Arguments of the classes' constructors; each class gets those it accepts."""
+    """Arguments of the classes' constructors; each class gets those it accepts. The program of `env.command` gets them
+    as JSON in the variable RLHF_KWARGS."""
     command: str | None = setting(None)
     """Program to run for each episode, such as 'python agent.py'. It calls the model at OPENAI_BASE_URL."""
     template: str | None = setting(None)

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf.environments import free_text
 from rlhf.environments.adapters import need_package
-from rlhf.environments.constructor_arguments import KWARGS
+from rlhf.environments.class_arguments import KWARGS
 from rlhf.errors import UserError, did_you_mean, nearest
 
 CONNECT_TIMEOUT_S = 10.0

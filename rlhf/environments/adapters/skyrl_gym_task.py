@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf.environments import free_text
 from rlhf.environments.adapters import check_id, need_package
-from rlhf.environments.constructor_arguments import KWARGS
+from rlhf.environments.class_arguments import KWARGS
 from rlhf.errors import UserError
 
 Messages = list[dict[str, str]]

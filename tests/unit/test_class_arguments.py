@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf.environments.constructor_arguments import with_arguments
+from rlhf.environments.class_arguments import with_arguments
 from rlhf.errors import UserError
 
 
