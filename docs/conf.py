@@ -19,6 +19,7 @@ ELSEWHERE = {
 """Pages outside docs/, by their paths in the repository, and the pages of the site that show them."""
 PAGE_OF = {f"{Path(page).with_suffix('')}": path for path, page in ELSEWHERE.items()}
 NAME = re.compile(r'(?<=<span class="pre">)[^<]+')
+OPTION = re.compile(r"(?<=[\s>])--?[A-Za-z][\w-]*")
 FILE = re.compile(r"^<!-- file: (\S+) -->\n```(\w*)\n", re.MULTILINE)
 FENCE = re.compile(r"^(```.*?^```[ ]*$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:)([^)\s#]+)(#[^)\s]*)?\)")
@@ -92,8 +93,9 @@ def parse_docstring(app: Sphinx, what: str, name: str, obj: object, options: obj
 
 
 def break_names(app: Sphinx, name: str, template: str, context: dict[str, object], doctree: object) -> None:
-    """Allow line breaks in names of code after dots, slashes and underscores, so that tables fit the screen."""
-    body = str(context.get("body", ""))
+    """Allow line breaks in names of code after dots, slashes and underscores, so that tables fit the screen, but none
+    in options such as --config-dir."""
+    body = OPTION.sub(r'<span class="option">\g<0></span>', str(context.get("body", "")))
     context["body"] = NAME.sub(lambda match: re.sub(r"(?<=[._/])(?=\w)", "<wbr>", match[0]), body)
 
 
