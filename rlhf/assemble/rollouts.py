@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -89,22 +89,27 @@ def build_engine(setup: Setup, policy: ResolvedModel, model: PreTrainedModel, *,
         longest_sample(config.data),
         policy.tokenizer,
     )
+    lora = config.model.lora
     if config.rollout.name == "vllm":
         from rlhf.rollout.vllm.engine_start import build_vllm_engine
         from rlhf.rollout.vllm.native_adapters import build_adapter_engine
 
-        lora, seed = config.model.lora, config.trainer.seed
+        seed = config.trainer.seed
         rollout = replace(config.rollout, gpu_memory_utilization=engine_share(config, trains=trains))
         if sends_adapters(lora, rollout):
             return build_adapter_engine(lora, rollout, files, coordinator, device, seed=seed)
         return build_vllm_engine(rollout, files, coordinator, device, seed=seed)
+    from rlhf.rollout.servers.adapter_engine import build_adapter_server_engine
     from rlhf.rollout.servers.server_engine import build_server_engine
 
+    build = build_server_engine
+    if sends_adapters(lora, config.rollout):
+        build = partial(build_adapter_server_engine, lora)
     logs = config.run_dir / "rollout_servers"
     shapes = {name: weight.shape for name, weight in model.named_parameters()}
     parts = parts_in_files(shapes, FileConversions.of(model))
     run_id = read_run_file(config.run_dir)["run_id"]
-    return build_server_engine(config.rollout, files, coordinator, device, logs=logs, run_id=run_id, parts=parts)
+    return build(config.rollout, files, coordinator, device, logs=logs, run_id=run_id, parts=parts)
 
 
 def build_pool(setup: Setup) -> EnvironmentPool | None:

@@ -1,6 +1,7 @@
 """A rollout server without a model: vLLM's routes, real time, and tokens that follow from the request's seed.
 
 The log-prob of each token encodes the version of the weights (`log_prob_of`), so that a test can check the version.
+The server downloads adapters, and answers only requests that name loaded adapters or none.
 """
 
 import hashlib
@@ -13,6 +14,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from rlhf.rollout.servers.weights.adapter_message import AdapterMessage, parse_address
+from rlhf.rollout.servers.weights.pull import fetch
 
 DIGITS = range(20, 30)
 """Ids of the tokens that the server draws, all of them digits of the bundled policy."""
@@ -47,6 +51,9 @@ class ScriptedVllm(ThreadingHTTPServer):
         """Finish reasons of all answers."""
         self.calls: list[str] = []
         """Paths of all calls that change the server's state."""
+        self.adapters: dict[str, AdapterMessage] = {}
+        """Loaded adapters by name."""
+        self.serves_adapters = True
         self.dead, self.silent = threading.Event(), threading.Event()
         self.lock = threading.Lock()
         super().__init__(("127.0.0.1", port), _Handler)
@@ -77,6 +84,11 @@ class ScriptedVllm(ThreadingHTTPServer):
             for name in names:
                 if name in self.aborted:
                     self.aborted[name].set()
+
+    def load_adapter(self, body: dict[str, Any], secret: str) -> None:
+        """Download adapters, as `/v1/load_lora_adapter` does."""
+        data = fetch(**parse_address(body["lora_path"]), secret=secret)
+        self.adapters[body["lora_name"]] = AdapterMessage.decode(data)
 
     def generated(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the choice for a request, after its time."""
@@ -120,6 +132,9 @@ class _Handler(BaseHTTPRequestHandler):
             running = len(server.aborted)
             self.answer(f"vllm:generation_tokens_total{{}} {server.tokens}\nvllm:num_requests_running{{}} {running}\n")
             return
+        if self.path == "/v1/load_lora_adapter":
+            self.send_error(405 if server.serves_adapters else 404)
+            return
         answers = {"/version": {"version": "0.32.0"}, "/weight_info": {"weight_version": server.label}, "/health": {}}
         self.answer(json.dumps(answers[self.path]))
 
@@ -127,6 +142,9 @@ class _Handler(BaseHTTPRequestHandler):
         server = self.server
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/inference/v1/generate":
+            if "model" in body and body["model"] not in server.adapters:
+                self.send_error(404)
+                return
             self.answer(json.dumps({"choices": [server.generated(body)]}))
             return
         server.called(self.path)
@@ -141,6 +159,11 @@ class _Handler(BaseHTTPRequestHandler):
             server.label = body["new_version"]
         elif self.path == "/finish_weight_update":
             server.label = body["weight_version"]
+        elif self.path == "/v1/load_lora_adapter":
+            server.load_adapter(body, self.headers["Authorization"].removeprefix("Bearer "))
+        elif self.path == "/v1/unload_lora_adapter" and server.adapters.pop(body["lora_name"], None) is None:
+            self.send_error(404)
+            return
         self.answer("{}")
 
     def answer(self, text: str) -> None:

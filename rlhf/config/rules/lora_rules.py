@@ -92,8 +92,8 @@ def _native(config: Config) -> Iterator[str]:
     if rollout.lora != "native":
         return
     instead = "set rollout.lora=merged."
-    if rollout.name != "vllm":
-        yield f"rollout.lora=native: needs rollout=vllm (it is {rollout.name}, which needs merged weights); {instead}"
+    if rollout.name == "embedded":
+        yield f"rollout.lora=native: needs rollout=vllm or rollout=vllm_server (rollout=embedded merges); {instead}"
     if config.model.lora.use_dora:
         yield f"rollout.lora=native: vLLM serves no DoRA (model.lora.use_dora=true); {instead}"
     if rollout.tensor_model_parallel_size > 1:

@@ -70,6 +70,8 @@ def main() -> None:
             "(docs/rollout.md).",
             VARIABLE,
         )
+    if "--enable-lora" in sys.argv:
+        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # enables the routes for adapters
     if current_platform.is_cpu():
         # torch.compile would build two small functions in the first generation, which takes more time than it saves.
         os.environ["TORCH_COMPILE_DISABLE"] = "1"

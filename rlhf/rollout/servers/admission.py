@@ -1,4 +1,4 @@
-"""Checks a rollout server that has just started: its vLLM release, its token counters, its secret."""
+"""Checks a rollout server that has just started: its vLLM release, token counters, adapters and secret."""
 
 import logging
 
@@ -11,10 +11,13 @@ log = logging.getLogger(__name__)
 
 
 class Admission:
-    """Checks the servers of a fleet, and warns once of each server without a secret."""
+    """Checks the servers of a fleet, and warns once of each server without a secret.
 
-    def __init__(self, secret: Secret) -> None:
-        self._secret = secret
+    `adapter_rank`: as in `RequestSettings`.
+    """
+
+    def __init__(self, secret: Secret, adapter_rank: int | None) -> None:
+        self._secret, self._adapter_rank = secret, adapter_rank
         self._warned: set[str] = set()
 
     async def check(self, client: ServerClient, url: str, *, ours: bool) -> None:
@@ -36,6 +39,11 @@ class Admission:
         if problem:
             raise UserError(f"The rollout server {url} cannot be used: {problem}.")
         await client.load()
+        if self._adapter_rank is not None and not await client.serves_adapters():
+            raise UserError(
+                f"rollout.lora=native: the rollout server {url} serves no adapters. Start it with --enable-lora "
+                f"--max-lora-rank {self._adapter_rank}, or set rollout.lora=merged."
+            )
         if not ours and url not in self._warned and not await client.requires_secret():
             self._warned.add(url)
             log.warning(

@@ -27,11 +27,11 @@ SHOWN = 200  # maximal number of characters of an answer in an error
 
 
 class ServerFailure(Exception):
-    """The server sent no valid answer. `hung`: no answer came before the deadline."""
+    """The server sent no valid answer. `hung`: no answer came before the deadline. `status`: of an HTTP error."""
 
-    def __init__(self, reason: str, *, hung: bool = False) -> None:
+    def __init__(self, reason: str, *, hung: bool = False, status: int | None = None) -> None:
         super().__init__(reason)
-        self.hung = hung
+        self.hung, self.status = hung, status
 
 
 class SecretRejected(ServerFailure):
@@ -50,6 +50,8 @@ class RequestSettings:
     structured_outputs: Mapping[str, Any]
     vocab_size: int
     tokenizer: Any = None  # decodes continued responses with stop strings
+    adapter_rank: int | None = None
+    """vLLM's `max_lora_rank` if the servers apply adapters to a base. Each request then names the adapters."""
 
 
 def open_session() -> aiohttp.ClientSession:
@@ -86,6 +88,16 @@ class ServerClient:
 
     async def version(self) -> str:
         return _text(_parsed(await self._call("GET", "/version", self._short)), "version")
+
+    async def serves_adapters(self) -> bool:
+        """Return whether the server can load adapters."""
+        try:
+            await self._call("GET", "/v1/load_lora_adapter", self._short)
+        except ServerFailure as failure:
+            if failure.status not in (404, 405):
+                raise
+            return failure.status == 405  # the route exists for POST
+        return False
 
     async def load(self) -> ServerLoad:
         """Return the server's load, summed over its engines. Raises UserError if the server does not count tokens."""
@@ -124,6 +136,7 @@ class ServerClient:
         body = {
             "token_ids": request.context,
             **({"request_id": name} if name else {}),
+            **({"model": label} if settings.adapter_rank else {}),
             "sampling_params": sampling_kwargs(request, 1, seed, settings.eos, settings.structured_outputs),
         }
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
@@ -167,7 +180,7 @@ class ServerClient:
         if status == 401:
             raise SecretRejected(f"{path}: HTTP 401: {_short(content.decode(errors='replace'))}")
         if status != 200:
-            raise ServerFailure(f"{path}: HTTP {status}: {_short(content.decode(errors='replace'))}")
+            raise ServerFailure(f"{path}: HTTP {status}: {_short(content.decode(errors='replace'))}", status=status)
         return content
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain, islice
 from pathlib import Path
@@ -24,7 +24,7 @@ from rlhf.rollout.servers.client import RequestSettings
 from rlhf.rollout.servers.fleet import Fleet
 from rlhf.rollout.servers.fleet_loop import FleetLoop, FleetState
 from rlhf.rollout.servers.keeper import keeper_of_this_run
-from rlhf.rollout.servers.secret import run_secret
+from rlhf.rollout.servers.secret import Secret, run_secret
 from rlhf.rollout.servers.server_process import ServerProcess
 from rlhf.rollout.servers.weights.push import Pushed, WeightPush
 from rlhf.storage.file_parts import FileParts, whole_in_files
@@ -132,7 +132,10 @@ class ServerEngine:
         return False
 
     def metrics(self) -> dict[str, float]:
-        return self._fleet.do(FleetLoop.metrics) if self._fleet is not None else {}
+        if self._fleet is None or self._weight_push is None:
+            return {}
+        sent, self._weight_push.sent_bytes = self._weight_push.sent_bytes, 0
+        return self._fleet.do(FleetLoop.metrics) | {"perf/sync_bytes": float(sent)}
 
     def close(self) -> None:
         self._resources.close()
@@ -172,14 +175,18 @@ class ServerEngine:
             return
         announce("rollout.push")
         if not self._label and any(label.startswith(f"{name}.") for label in labels.values()):
-            self._label = self._walk(lambda push, tensors: push.label(tensors, name), "")
+            self._label = self._walk(self._weights, lambda push, tensors: push.label(tensors, name), "")
         # An empty label is not known, neither the server's nor the one of these weights.
         errors = self._adopt([url for url, label in labels.items() if label and label == self._label])
-        if urls := [url for url in labels if url not in errors]:
-            pushed = self._walk(lambda push, tensors: push.send(urls, tensors, name), Pushed("", {}))
+        if others := {url: label for url, label in labels.items() if url not in errors}:
+            pushed = self._send(others, name)
             assert self._label in ("", pushed.label), "the weights changed without update_weights"
             self._label, errors = pushed.label, errors | pushed.errors
         self._on_leader(lambda fleet: fleet.do(lambda loop: loop.end_push(self._label, errors)))
+
+    def _send(self, labels: Mapping[str, str], name: str) -> Pushed:
+        """Send the weights to servers, given with their last known labels. Collective."""
+        return self._walk(self._weights, lambda push, tensors: push.send(list(labels), tensors, name), Pushed("", {}))
 
     def _adopt(self, urls: Sequence[str]) -> dict[str, str | None]:
         """Make servers with the present weights serve. Return their errors. Collective."""
@@ -191,13 +198,14 @@ class ServerEngine:
 
         return self._on_leader(adopt) if urls else {}
 
-    def _walk(self, action: Callable[[WeightPush, Iterable[tuple[str, Tensor]]], T], elsewhere: T) -> T:
+    def _walk(
+        self, weights: Weights | None, action: Callable[[WeightPush, Iterable[tuple[str, Tensor]]], T], elsewhere: T
+    ) -> T:
         """Return the leader's result of `action` on the weights, which all ranks gather. Collective.
 
         Args:
             elsewhere: placeholder for the result on the other ranks.
         """
-        weights = self._weights
         assert weights is not None, "generation needs weights"
 
         def walk() -> T:
@@ -219,6 +227,9 @@ def build_server_engine(
     logs: Path,
     run_id: str,
     parts: FileParts | None = None,
+    engine_class: type[ServerEngine] = ServerEngine,
+    push_class: Callable[[RolloutConfig, torch.device, Secret], WeightPush] = WeightPush,
+    adapter_rank: int | None = None,
 ) -> ServerEngine:
     """Build the engine, and wait for at least one live server. Collective.
 
@@ -226,6 +237,7 @@ def build_server_engine(
         logs: folder for the run's secret, and for the logs of servers that this run starts.
         run_id: part of the labels, so that a server of another run does not count as one with this run's weights.
         parts: the Hugging Face tensors in each weight (such as fused experts) that the trainer and vLLM store fused.
+        adapter_rank: as in `RequestSettings`.
 
     Raises:
         UserError: too few GPUs for the servers, an invalid secret, or a server that must be started differently
@@ -240,20 +252,11 @@ def build_server_engine(
             processes: dict[Path, ServerProcess] = {}
             secret = run_secret(logs / "secret")
             if not config.servers.urls:
-                gpus = server_gpus(config, device)
-                policy.write()
-                make_dir(logs)
-                keeper = keeper_of_this_run()
-                resources.callback(keeper.close)
-                for i, of_server in enumerate(gpus):
-                    path = logs / f"server_{i}.log"
-                    processes[path] = ServerProcess(
-                        config, policy.folder, policy.max_model_len, device, of_server, secret, path, keeper
-                    )
-            weight_push = WeightPush(config, device, secret)
+                processes = _own_servers(config, policy, device, secret, logs, resources)
+            weight_push = push_class(config, device, secret)
             resources.callback(weight_push.close)
             request_settings = RequestSettings(
-                policy.eos, config.structured_outputs, policy.vocab_size, policy.tokenizer
+                policy.eos, config.structured_outputs, policy.vocab_size, policy.tokenizer, adapter_rank
             )
             fleet = Fleet(FleetLoop(config.servers, processes, request_settings, secret, capacity=config.max_num_seqs))
             resources.callback(fleet.close)
@@ -262,7 +265,7 @@ def build_server_engine(
 
         coordinator.on_leader(start)
         fleet, weight_push = of_leader[0] if of_leader else (None, None)
-        engine = ServerEngine(
+        engine = engine_class(
             coordinator, fleet, weight_push, resources, getattr(torch, config.engine_dtype), parts or {}, run_id
         )
         engine.wait_until_ready()
@@ -270,6 +273,22 @@ def build_server_engine(
         resources.close()
         raise
     return engine
+
+
+def _own_servers(
+    config: RolloutConfig, policy: PolicyFiles, device: torch.device, secret: Secret, logs: Path, resources: ExitStack
+) -> dict[Path, ServerProcess]:
+    """Return the servers that this run starts, by log file. `resources` closes their keeper."""
+    gpus = server_gpus(config, device)
+    policy.write()
+    make_dir(logs)
+    keeper = keeper_of_this_run()
+    resources.callback(keeper.close)
+    paths = [logs / f"server_{i}.log" for i in range(len(gpus))]
+    return {
+        path: ServerProcess(config, policy.folder, policy.max_model_len, device, of_server, secret, path, keeper)
+        for path, of_server in zip(paths, gpus, strict=True)
+    }
 
 
 def server_gpus(config: RolloutConfig, device: torch.device) -> list[list[str]]:

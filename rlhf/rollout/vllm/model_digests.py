@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlhf.rollout.vllm.adapter_tensors import FACTORS
 from rlhf.rollout.weight_digest import Digest, WeightCheck, WeightsMismatch, digest, in_any_order, read_digests
 
-FACTORS = {"lora_A": "lora_a", "lora_B": "lora_b"}
-"""peft's names of adapter factors -> names in `model_digests`, after the layer's name."""
 _PACKED = "_rlhf_packed_digest"
 
 

@@ -1,6 +1,5 @@
 """Serves adapters with vLLM in the ranks' own processes; the base weights are loaded once."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -10,17 +9,18 @@ import torch
 from torch import Tensor
 
 from rlhf.config import LoraConfig, RolloutConfig
-from rlhf.errors import UserError
-from rlhf.models.adapter_config import PREFIX
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.rollout.engine import Weights
 from rlhf.rollout.policy_files import PolicyFiles
+from rlhf.rollout.vllm.adapter_tensors import (
+    adapter_digests,
+    adapter_settings,
+    copies,
+    replace_adapters,
+    vllm_arguments,
+)
 from rlhf.rollout.vllm.colocated import VllmEngine
 from rlhf.rollout.vllm.engine_start import build_vllm_engine
-from rlhf.rollout.vllm.model_digests import FACTORS
-from rlhf.rollout.weight_digest import digest
-
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's `max_lora_rank`
 
 
 class AdapterVllmEngine(VllmEngine):
@@ -32,9 +32,7 @@ class AdapterVllmEngine(VllmEngine):
 
     def __init__(self, *arguments: Any, lora: LoraConfig, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        # As in adapter_config.json, but without layers: vLLM finds them by the tensors' names.
-        self._settings = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora, "target_modules": []}
-        self._scaling = lora.alpha / (math.sqrt(lora.rank) if lora.use_rslora else lora.rank)
+        self._lora = lora
         self._base_sent: dict[str, Tensor] = {}
         self._number = 0
 
@@ -55,9 +53,8 @@ class AdapterVllmEngine(VllmEngine):
             if not self._base_sent:
                 self._load_all(base)
                 self._base_sent = self._sent
-            # Copy the tensors, because vLLM multiplies them by the scale in place.
-            found = {name: tensor.detach().to("cpu", self.dtype, copy=True) for name, tensor in adapters()}
-            self._sent = self._base_sent | {self._digest_name(n): self._digest(n, t) for n, t in found.items()}
+            found = copies(adapters(), self.dtype)
+            self._sent = self._base_sent | adapter_digests(found, self._lora, self.dtype)
             self._number += 1
             self._llm.collective_rpc(self._replace_adapters, args=(found,))
             self._verify(version)
@@ -71,40 +68,8 @@ class AdapterVllmEngine(VllmEngine):
         return LoRARequest(f"policy {self._number}", self._number, "in memory")
 
     def _replace_adapters(self, worker: Any, adapters: Mapping[str, Tensor]) -> None:
-        from vllm.lora.lora_model import LoRAModel
-        from vllm.lora.peft_helper import PEFTHelper
-
         manager = worker.model_runner.lora_manager._adapter_manager
-        helper = PEFTHelper.from_dict(dict(self._settings))
-        helper.validate_legal(manager.lora_config)
-        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-        adapter = LoRAModel.from_lora_tensors(
-            self._number,
-            {PREFIX + name: tensor for name, tensor in adapters.items()},
-            helper,
-            device="cpu",
-            dtype=self.dtype,
-            weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
-        )
-        manager.remove_all_adapters()
-        manager.add_adapter(adapter)
-        # vLLM silently ignores adapters of unknown layers.
-        if unserved := sorted(adapter.loras.keys() - manager.modules.keys()):
-            raise UserError(
-                f"rollout.lora=native: vLLM serves no adapters for {', '.join(unserved[:3])} of this model "
-                f"({len(unserved)} in all). Set rollout.lora=merged."
-            )
-        manager.activate_adapter(self._number)
-
-    def _digest_name(self, name: str) -> str:
-        for end, factor in FACTORS.items():
-            name = name.replace(f".{end}.weight", f".{factor}")
-        return name
-
-    def _digest(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the digest of a factor as vLLM stores it: vLLM multiplies lora_B by the scale."""
-        scaled = tensor if "lora_A" in name or self._scaling == 1 else tensor * self._scaling
-        return digest(scaled, self.dtype)
+        replace_adapters(manager, self._number, adapter_settings(self._lora), adapters, self.dtype)
 
 
 def build_adapter_engine(
@@ -118,9 +83,7 @@ def build_adapter_engine(
 ) -> AdapterVllmEngine:
     """Build an `AdapterVllmEngine` as `build_vllm_engine` does. Collective. The engine keeps its weights while it
     sleeps, since the base is not sent again. Raises UserError if vLLM rejects the model or the arguments."""
-    rank = next(allowed for allowed in RANKS if lora.rank <= allowed)
-    ours = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
-    of_vllm = replace(config.engine_kwargs, vllm=ours | config.engine_kwargs.vllm)
+    of_vllm = replace(config.engine_kwargs, vllm=vllm_arguments(lora, config))
     config = replace(config, sleep_level=min(1, config.sleep_level), engine_kwargs=of_vllm)
     engine_class = partial(AdapterVllmEngine, lora=lora)
     engine = build_vllm_engine(config, policy, coordinator, device, seed=seed, engine_class=engine_class)

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -19,7 +19,7 @@ from rlhf.rollout.servers.control import CallFailed, ServerControl, in_parallel
 from rlhf.rollout.servers.secret import Secret
 from rlhf.rollout.servers.weights.nccl import NcclGroup
 from rlhf.rollout.servers.weights.pull import WeightServer, address_towards
-from rlhf.rollout.weight_digest import Digest, digest, read_digests
+from rlhf.rollout.weight_digest import Digests, digest, read_digests
 
 log = logging.getLogger(__name__)
 Bucket = dict[str, Tensor]
@@ -63,6 +63,8 @@ class WeightPush:
         self._bucket_bytes = bucket_bytes
         self._nccl = NcclGroup(device, self._control) if device.type == "cuda" and find_spec("vllm") else None
         self._logged_route = ""
+        self.sent_bytes = 0
+        """Bytes of weights sent so far, to all servers together."""
 
     def send(self, urls: Sequence[str], tensors: Iterable[tuple[str, Tensor]], name: str) -> Pushed:
         """Send `tensors` to the servers at `urls`, which abort their requests and continue with the new weights.
@@ -85,7 +87,9 @@ class WeightPush:
                 sent: dict[str, Tensor] = {}
                 for bucket in buckets(left, self._dtype, route.device, self._bucket_bytes):
                     sent |= {name: digest(tensor, self._dtype) for name, tensor in bucket.items()}
-                    failed |= route.send(bucket, [url for url in urls if url not in failed])
+                    receivers = [url for url in urls if url not in failed]
+                    failed |= route.send(bucket, receivers)
+                    self.sent_bytes += len(receivers) * sum(tensor.nbytes for tensor in bucket.values())
             digests = read_digests(sent)
             label = label_of(name, digests)
             about = {"digests": digests, "dtype": str(self._dtype).removeprefix("torch."), "label": name}
@@ -99,7 +103,10 @@ class WeightPush:
 
     def label(self, tensors: Iterable[tuple[str, Tensor]], name: str) -> str:
         """Return the label that `send` would give to `tensors`."""
-        return label_of(name, read_digests({key: digest(tensor, self._dtype) for key, tensor in tensors}))
+        return label_of(name, self._digests(tensors))
+
+    def _digests(self, tensors: Iterable[tuple[str, Tensor]]) -> Digests:
+        return read_digests({name: digest(tensor, self._dtype) for name, tensor in tensors})
 
     def adopt(self, urls: Sequence[str]) -> dict[str, str | None]:
         """Make servers serve the weights that they have: abort the requests of an earlier trainer, and resume a server
@@ -160,25 +167,26 @@ class HttpRoute:
 
     def send(self, bucket: Bucket, urls: Sequence[str]) -> dict[str, str]:
         """Serve the bucket until each of `urls` has loaded it."""
-        if not urls:
-            return {}
-        data = save(bucket)
+
+        def fetch(url: str, address: dict[str, Any]) -> None:
+            self._control.post(url, "/update_weights", {"update_info": address})
+
+        return self.offer(save(bucket), urls, fetch) if urls else {}
+
+    def offer(self, data: bytes, urls: Sequence[str], call: Callable[[str, dict[str, Any]], None]) -> dict[str, str]:
+        """Serve `data` while `call` runs for each of `urls`, with the arguments of `pull.fetch` for that server. Return
+        the errors of URLs whose call raised CallFailed."""
         about = {"size": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data), "timeout_s": self._control.timeout_s}
         with ExitStack() as stack:
             at = {address: stack.enter_context(server.serve(data)) for address, server in self._servers.items()}
-
-            def fetch(url: str) -> None:
-                update = {"url": at[self._address[url]], **about}
-                self._control.post(url, "/update_weights", {"update_info": update})
-
-            return in_parallel(fetch, urls)
+            return in_parallel(lambda url: call(url, {"url": at[self._address[url]], **about}), urls)
 
     def close(self) -> None:
         for server in self._servers.values():
             server.close()
 
 
-def label_of(name: str, digests: Mapping[str, Digest]) -> str:
+def label_of(name: str, digests: Digests) -> str:
     """Return `name` with a hash of the digests, so that weights with the same label have the same bits."""
     return f"{name}.{xxhash.xxh3_128_hexdigest(json.dumps(sorted(digests.items())).encode())}"
 

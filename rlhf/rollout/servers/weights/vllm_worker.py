@@ -1,4 +1,4 @@
-"""Receives and verifies weights from HTTP or NCCL in a worker of a vLLM server."""
+"""Receives and verifies weights and adapters from HTTP or NCCL in a worker of a vLLM server."""
 
 import os
 from typing import Any
@@ -14,7 +14,10 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from rlhf.ranks.gloo import gather_bytes
 from rlhf.ranks.object_codec import decode, encode
 from rlhf.rollout.servers.secret import environment_secret
+from rlhf.rollout.servers.weights.adapter_message import AdapterMessage, parse_address
 from rlhf.rollout.servers.weights.pull import fetch
+from rlhf.rollout.servers.weights.vllm_adapters import download_adapters
+from rlhf.rollout.vllm.adapter_tensors import is_factor, replace_adapters
 from rlhf.rollout.vllm.model_digests import model_digests, record_packing, weight_check
 from rlhf.rollout.vllm.repacking import repack
 from rlhf.rollout.weight_digest import Digest, WeightCheck
@@ -23,8 +26,14 @@ from rlhf.rollout.weight_digest import Digest, WeightCheck
 class ReceivingEngine(NCCLWeightTransferEngine):
     """vLLM's NCCL engine, which also downloads buckets from a URL and recovers from an interrupted update."""
 
-    _check: WeightCheck | None = None
+    _check: WeightCheck | None = None  # of weights without adapters
+    _check_adapted: WeightCheck | None = None  # of a base with adapters
     _sent: dict[str, Any] | None = None
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        if (manager := getattr(self.model, "lora_manager", None)) is not None:
+            download_adapters(manager, self._receive_adapters)
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         """Leave an earlier NCCL group, which may be broken, and join the trainer's new group."""
@@ -52,9 +61,7 @@ class ReceivingEngine(NCCLWeightTransferEngine):
         if "url" not in update_info:
             super().update_weights(update_info)
             return
-        secret = environment_secret(os.environ)
-        data = fetch(**update_info, secret=secret.value if secret else None)
-        self.model.load_weights(iter(load(data).items()))
+        self.model.load_weights(iter(load(_fetch(update_info)).items()))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
@@ -67,22 +74,55 @@ class ReceivingEngine(NCCLWeightTransferEngine):
         """
         super().finish_weight_update()
         repack(self.model)
-        if self._check is None:
-            self._check = weight_check(self.model, exact=self.model_config.quantization is None)
+        self._check = self._check or self._new_check()
         if self._sent is None:
             raise ValueError("The trainer sent no digests of its weights.")
-        dtype = getattr(torch, self._sent["dtype"])
+        dtype = self._dtype(self._sent["dtype"])
+        sent: dict[str, Digest] = {name: tuple(found) for name, found in self._sent["digests"].items()}
+        received = model_digests(self.model, dtype, self._check.names(sent))
+        # If the server serves adapters, their memory has earlier adapters, or none.
+        plain = {name: found for name, found in received.items() if not is_factor(name)}
+        self._check.check(sent, self._gather_digests(plain), self._sent["label"])
+
+    def _receive_adapters(self, number: int, path: str) -> None:
+        """Download adapters, load them, and compare them and their base with the digests sent.
+
+        Args:
+            number: vLLM's number of the adapters.
+            path: `adapter_message.address`.
+
+        Raises:
+            WeightsMismatch: the base or the adapters differ.
+            UserError: vLLM serves no adapters for one of these weights.
+            ValueError: the trainer sends another precision than the server's, or a larger rank than the server's.
+        """
+        message = AdapterMessage.decode(_fetch(parse_address(path)))
+        dtype = self._dtype(message.dtype)
+        replace_adapters(self.model.lora_manager, number, message.settings, message.tensors, dtype)
+        self._check_adapted = self._check_adapted or self._new_check()
+        received = model_digests(self.model, dtype, self._check_adapted.names(message.digests))
+        self._check_adapted.check(message.digests, self._gather_digests(received), message.label)
+
+    def _new_check(self) -> WeightCheck:
+        return weight_check(self.model, exact=self.model_config.quantization is None)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of the trainer's weights. Raise ValueError if the server has another dtype."""
+        dtype: torch.dtype = getattr(torch, name)
         if dtype != self.model_config.dtype:
             raise ValueError(
                 f"The weights are {dtype}, and this server was started for {self.model_config.dtype}: start it "
                 "with --dtype as in rollout.dtype."
             )
-        sent: dict[str, Digest] = {name: tuple(found) for name, found in self._sent["digests"].items()}
-        received = model_digests(self.model, dtype, self._check.names(sent))
-        self._check.check(sent, self._gather_digests(received), self._sent["label"])
+        return dtype
 
     def _gather_digests(self, digests: dict[str, Digest]) -> list[dict[str, Digest]]:
         group = get_tp_group()
         if group.world_size == 1:
             return [digests]
         return list(map(decode, gather_bytes(encode(digests), group.cpu_group)))
+
+
+def _fetch(address: dict[str, Any]) -> bytes:
+    secret = environment_secret(os.environ)
+    return fetch(**address, secret=secret.value if secret else None)
