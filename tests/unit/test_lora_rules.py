@@ -251,10 +251,10 @@ def test_suggested_rate():
     ("lora", "rollout", "message"),
     [
         ({}, {"name": "embedded"}, ["rollout=vllm", "embedded"]),
-        ({}, {"name": "vllm_server"}, ["rollout=vllm", "vllm_server"]),
         ({"use_dora": True}, {"name": "vllm"}, ["model.lora.use_dora=true"]),
         ({"rank": 600}, {"name": "vllm"}, ["512", "model.lora.rank=600"]),
         ({}, {"name": "vllm", "tensor_model_parallel_size": 2}, ["sharded over devices"]),
+        ({}, {"name": "vllm_server", "tensor_model_parallel_size": 2}, ["sharded over devices"]),
     ],
 )
 def test_an_engine_that_cannot_serve_adapters_is_refused(lora, rollout, message):
@@ -264,6 +264,13 @@ def test_an_engine_that_cannot_serve_adapters_is_refused(lora, rollout, message)
         setattr(config.rollout, name, value)
     lines = [line for line in lora_problems(config) if line.startswith("rollout.lora=native")]
     says(lines[0], *message, "rollout.lora=merged")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "vllm_server"])
+def test_vllm_serves_adapters(engine):
+    config = config_of()
+    config.rollout.lora, config.rollout.name = "native", engine
+    assert not any(line.startswith("rollout.lora=native") for line in lora_problems(config))
 
 
 def test_ways_of_adapters_without_adapters_are_refused():
