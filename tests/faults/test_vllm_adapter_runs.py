@@ -1,4 +1,4 @@
-"""A run whose servers apply adapters to their base (`rollout.lora=native`): ranks killed, then a server killed."""
+"""A run whose server applies adapters to its base (`rollout.lora=native`): the ranks are killed, then the server."""
 
 import os
 import signal
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import launching
 from tests.support.interrupter import at
 from tests.support.launching import records, small, train
 
@@ -15,18 +16,18 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
 ]
-DEADLINE_S = 400.0
+DEADLINE_S = 900.0
 KILLED = 3
 SETTINGS = (
     "rollout=vllm_server",
-    "rollout.servers.count=2",
+    "rollout.servers.count=1",
     "rollout.servers.backoff_s=0.1",
     "rollout.lora=native",
     "rollout.engine_kwargs.vllm.kv_cache_memory_bytes=67108864",
     "model.lora.enabled=true",
     "model.lora.rank=4",
     "actor.optim.lr=2e-3",
-    "trainer.total_training_steps=12",
+    "trainer.total_training_steps=8",
     "trainer.save_freq=1",
     "trainer.restart_backoff_s=0",
     "checkpoint.async_save=false",
@@ -53,28 +54,29 @@ def until_step(run_dir: Path, step: int) -> None:
         time.sleep(0.1)
 
 
-def test_servers_with_adapters_survive_kills_of_ranks_and_of_a_server(
-    sums: Path, tmp_path: Path, launches: ThreadPoolExecutor
+def test_a_run_with_adapters_goes_on_after_kills_of_the_ranks_and_of_the_server(
+    sums: Path, tmp_path: Path, launches: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # vLLM starts twice, for minutes each on a busy machine.
+    monkeypatch.setattr(launching, "DEADLINE_S", DEADLINE_S)
     run_dir = tmp_path / "rlhf" / "adapted"
     kill = at("rollout.begin", KILLED, "SIGKILL", once=tmp_path / "hit", after_s=0.2)
     running = launches.submit(train, small(tmp_path, "adapted", sums, *SETTINGS), kill)
     until_step(run_dir, KILLED + 1)
-    pids = server_pids(run_dir)
-    assert len(pids) == 2
-    os.kill(pids[0], signal.SIGKILL)
+    (pid,) = server_pids(run_dir)
+    os.kill(pid, signal.SIGKILL)
     end = running.result(DEADLINE_S)
     assert end.code == 0, end.output
     assert (tmp_path / "hit").exists()
     assert end.output.count("Restart 1 of") == 1
-    assert end.output.count("still runs and is used again") == 2
+    assert end.output.count("still runs and is used again") == 1
 
     history = [record for record in records(run_dir) if record["step"]]
-    assert [record["step"] for record in history] == list(range(1, 13))
-    # The tokens come from the adapters of their step, on every server and after every failure.
+    assert [record["step"] for record in history] == list(range(1, 9))
+    # The tokens come from the adapters of their step, after every failure, too.
     assert max(record["rollout/logprob_diff_max"] for record in history) < 1e-3
     assert sum(record["perf/stale_answers"] for record in history) == 0
-    # Both servers get the base at the start, and the restarted server gets it again. All other syncs send adapters.
+    # The server gets the base at the start and after its restart. All other syncs send adapters.
     assert sum(record["perf/server_restarts"] for record in history) == 1, end.output
     sizes = [record["perf/sync_bytes"] for record in history]
     with_base = [size for size in sizes if size > 10 * min(size for size in sizes if size)]
