@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlhf.config import LoraConfig, RolloutConfig
+from rlhf.errors import UserError
 from rlhf.models.adapter_config import PREFIX
 from rlhf.rollout import Request, SamplingParams
 from rlhf.rollout.embedded import build_embedded_engine
@@ -50,7 +51,7 @@ class Adapted:
         self.base = AutoModelForCausalLM.from_pretrained(TINY_POLICY, dtype=torch.float32).eval()
         settings = PeftConfig(r=4, lora_alpha=12, use_rslora=True, target_modules="all-linear", init_lora_weights=False)
         self.model: Any = get_peft_model(copy.deepcopy(self.base), settings)
-        config = RolloutConfig(max_num_seqs=16)
+        self.config = config = RolloutConfig(max_num_seqs=16)
         config.servers.answer_timeout_s = ANSWER_S
         config.engine_kwargs.vllm = {"kv_cache_memory_bytes": 64 << 20}
         config.engine_kwargs.vllm = vllm_arguments(LORA, config)
@@ -172,3 +173,18 @@ def test_adapters_or_a_base_that_differ_are_not_served(adapted: Adapted, monkeyp
     adapted.send_base()
     assert adapted.send("run.step_3") is None
     adapted.check()
+
+
+def test_adapters_that_vllm_cannot_serve_end_the_push_with_one_message(adapted: Adapted):
+    odd = {"model.layers.0.self_attn.odd.lora_A.weight": torch.ones(4, 8)}
+    odd["model.layers.0.self_attn.odd.lora_B.weight"] = torch.ones(8, 4)
+    adapted.push.read_adapters(odd.items(), "run.step_4")
+    with pytest.raises(UserError, match=r"serves no adapters for .*odd of this model .* Set rollout\.lora=merged"):
+        adapted.push.send_adapters({adapted.process.url: adapted.label})
+    larger = AdapterPush(adapted.config, CPU, SECRET, lora=LoraConfig(enabled=True, rank=16))
+    larger.read_base(adapted.base.named_parameters(), "run")
+    larger.read_adapters(adapted.factors(), "run.step_4")
+    with pytest.raises(
+        UserError, match=r"up to rank 8 \(model.lora.rank=16\). Start the server with a larger --max-lora"
+    ):
+        larger.send_adapters({adapted.process.url: adapted.label})

@@ -49,7 +49,7 @@ class ServerControl:
             with _opener.open(request, timeout=self.timeout_s) as response:
                 return response.read()
         except HTTPError as error:
-            raise CallFailed(f"{path} failed with HTTP {error.code}: {error.read(300)!r}") from error
+            raise CallFailed(f"{path} failed with HTTP {error.code}: {error.read(1000)!r}") from error
         except (OSError, HTTPException) as error:
             raise CallFailed(f"{path}: {error or type(error).__name__}") from error
 

@@ -1,5 +1,6 @@
 """Pushes adapters from the leader to servers that have their base."""
 
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
 from typing import Any
@@ -8,12 +9,16 @@ import torch
 from torch import Tensor
 
 from rlhf.config import LoraConfig, RolloutConfig
+from rlhf.errors import UserError
 from rlhf.rollout.servers.control import CallFailed
 from rlhf.rollout.servers.secret import Secret
 from rlhf.rollout.servers.weights.adapter_message import AdapterMessage, address
 from rlhf.rollout.servers.weights.push import UNFINISHED, HttpRoute, WeightPush, label_of
 from rlhf.rollout.vllm.adapter_tensors import adapter_digests, adapter_settings, copies
 from rlhf.rollout.weight_digest import Digests, read_digests
+
+_MISTAKE = re.compile(r"rollout\.lora=native: .*?rollout\.lora=merged\.")
+"""A user's mistake in a server's answer."""
 
 
 class AdapterPush(WeightPush):
@@ -51,8 +56,11 @@ class AdapterPush(WeightPush):
         Args:
             labels: the last known label of each server, by URL.
 
-        Return the errors as `Pushed.errors`. If a server with an error has a damaged base, the server's label
-        is then `UNFINISHED`, so that the next push sends the base.
+        Return the errors as `Pushed.errors`. The label of a server that rejects the adapters is then `UNFINISHED`, so
+        that the next push sends the base, which may be damaged.
+
+        Raises:
+            UserError: no push can succeed, for example because vLLM serves no adapters for a weight.
         """
         message, urls = self._message, list(labels)
         assert message is not None
@@ -65,6 +73,9 @@ class AdapterPush(WeightPush):
 
         with closing(HttpRoute(urls, self._control, self._secret)) as route:
             failed = route.offer(data, urls, load)
+        for url, reason in failed.items():
+            if mistake := _MISTAKE.search(reason):
+                raise UserError(f"{mistake[0]} (rollout server {url})")
         self.sent_bytes += len(urls) * len(data)
         if self._nccl is not None:
             self._nccl.label = message.label

@@ -11,6 +11,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from rlhf.errors import UserError
 from rlhf.ranks.gloo import gather_bytes
 from rlhf.ranks.object_codec import decode, encode
 from rlhf.rollout.servers.secret import environment_secret
@@ -93,11 +94,16 @@ class ReceivingEngine(NCCLWeightTransferEngine):
 
         Raises:
             WeightsMismatch: the base or the adapters differ.
-            UserError: vLLM serves no adapters for one of these weights.
-            ValueError: the trainer sends another precision than the server's, or a larger rank than the server's.
+            UserError: vLLM serves no adapters for one of these weights, or none of this rank.
+            ValueError: the trainer sends another precision than the server's.
         """
         message = AdapterMessage.decode(_fetch(parse_address(path)))
-        dtype = self._dtype(message.dtype)
+        dtype, rank = self._dtype(message.dtype), message.settings["r"]
+        if rank > (largest := self.model.lora_manager.lora_config.max_lora_rank):
+            raise UserError(
+                f"rollout.lora=native: this server allows adapters up to rank {largest} (model.lora.rank={rank}). Start "
+                "the server with a larger --max-lora-rank, or set rollout.lora=merged."
+            )
         replace_adapters(self.model.lora_manager, number, message.settings, message.tensors, dtype)
         self._check_adapted = self._check_adapted or self._new_check()
         received = model_digests(self.model, dtype, self._check_adapted.names(message.digests))
