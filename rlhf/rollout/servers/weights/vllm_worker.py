@@ -101,8 +101,8 @@ class ReceivingEngine(NCCLWeightTransferEngine):
         dtype, rank = self._dtype(message.dtype), message.settings["r"]
         if rank > (largest := self.model.lora_manager.lora_config.max_lora_rank):
             raise UserError(
-                f"rollout.lora=native: this server allows adapters up to rank {largest} (model.lora.rank={rank}). Start "
-                "the server with a larger --max-lora-rank, or set rollout.lora=merged."
+                f"rollout.lora=native: this server allows adapters up to rank {largest} (model.lora.rank={rank}). "
+                "Start the server with a larger --max-lora-rank, or set rollout.lora=merged."
             )
         replace_adapters(self.model.lora_manager, number, message.settings, message.tensors, dtype)
         self._check_adapted = self._check_adapted or self._new_check()
