@@ -170,7 +170,7 @@ class _Engine(ServerEngine):
         servers = [ScriptedServer(work.speed, self._tokens_left) for _ in range(work.servers)]
         self.fleet, resources = VirtualFleet(servers, work.slots), ExitStack()
         resources.callback(self.fleet.close)
-        push: Any = SimpleNamespace(send=self._send)
+        push: Any = SimpleNamespace(send=self._send, sent_bytes=0)
         super().__init__(Coordinator(Transport()), cast(Any, self.fleet), push, resources, torch.float32, {}, "run")
         self.wait_until_ready()
 

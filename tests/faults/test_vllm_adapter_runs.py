@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
 ]
-DEADLINE_S = 900.0
+DEADLINE_S = 500.0
 KILLED = 3
 SETTINGS = (
     "rollout=vllm_server",
