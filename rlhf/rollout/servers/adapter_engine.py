@@ -44,7 +44,7 @@ class AdapterServerEngine(ServerEngine):
         assert isinstance(self._weight_push, AdapterPush)
         return self._weight_push
 
-    def _send(self, labels: Mapping[str, str], name: str) -> Pushed:
+    def _send_weights(self, labels: Mapping[str, str], name: str) -> Pushed:
         errors: dict[str, str | None] = {}
         if without := [url for url, label in labels.items() if not has_base(label, self._base_label)]:
             log.info("Sending the base of the adapters to the rollout servers %s.", ", ".join(without))

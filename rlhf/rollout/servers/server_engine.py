@@ -179,12 +179,12 @@ class ServerEngine:
         # An empty label is not known, neither the server's nor the one of these weights.
         errors = self._adopt([url for url, label in labels.items() if label and label == self._label])
         if others := {url: label for url, label in labels.items() if url not in errors}:
-            pushed = self._send(others, name)
+            pushed = self._send_weights(others, name)
             assert self._label in ("", pushed.label), "the weights changed without update_weights"
             self._label, errors = pushed.label, errors | pushed.errors
         self._on_leader(lambda fleet: fleet.do(lambda loop: loop.end_push(self._label, errors)))
 
-    def _send(self, labels: Mapping[str, str], name: str) -> Pushed:
+    def _send_weights(self, labels: Mapping[str, str], name: str) -> Pushed:
         """Send the weights to servers, given with their last known labels. Collective."""
         return self._walk(self._weights, lambda push, tensors: push.send(list(labels), tensors, name), Pushed("", {}))
 
