@@ -143,15 +143,15 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, sums: Path) -> Undistu
 
 @pytest.fixture
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten the waits between retries of a remote, and remove all injected failures (`WEATHER`)."""
+    """Shorten the waits between retries of a remote, and remove all injected failures (`FAULTS`)."""
     # Imported here because both import torch, and OMP_NUM_THREADS must be set before.
     from rlhf.checkpoint.remote import retries
-    from tests.support.remotes import WEATHER
+    from tests.support.remotes import FAULTS
 
     monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(retries, "LONGEST_WAIT_S", 0.05)
     monkeypatch.setattr(retries, "POLL_S", 0.02)
-    WEATHER.__init__()  # type: ignore[misc]
+    FAULTS.__init__()  # type: ignore[misc]
 
 
 @pytest.fixture

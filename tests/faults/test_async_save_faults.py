@@ -50,7 +50,7 @@ def fill_up(rank: int, config: Config) -> tuple:
     return run.driver.step, None, ""
 
 
-def test_a_failure_behind_the_training_surfaces_on_every_rank_at_the_same_step(tmp_path, config):
+def test_a_failed_background_save_raises_on_every_rank_at_the_same_step(tmp_path, config):
     outcomes = on_ranks(tmp_path, 2, fill_up, config)
     assert outcomes[0][:2] == outcomes[1][:2]
     for step, kind, message in outcomes:

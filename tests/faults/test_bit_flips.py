@@ -114,7 +114,7 @@ def test_resume_falls_back_to_the_one_before(original, config, caplog, name):
     assert resume(config, backend) == 4
 
 
-def test_an_intact_run_resumes_from_the_newest_without_a_word_of_damage(original, config, caplog):
+def test_an_intact_run_resumes_from_its_newest_checkpoint_without_warnings(original, config, caplog):
     backend = make_backend(2)
     assert resume(config, backend) == 4
     assert equal_bits(whole_state(backend), original[1][4])
@@ -149,7 +149,7 @@ def broken_disk(config, monkeypatch) -> Path:
     return checkpoint
 
 
-def test_what_can_neither_be_read_nor_set_aside_is_passed_over(original, config, broken_disk, caplog):
+def test_a_checkpoint_that_cannot_be_read_or_set_aside_is_skipped(original, config, broken_disk, caplog):
     backend = make_backend(2)
     for _ in range(2):
         caplog.clear()
@@ -160,7 +160,7 @@ def test_what_can_neither_be_read_nor_set_aside_is_passed_over(original, config,
     assert [path.name for path in scan(config.run_dir)] == ["global_step_4", "global_step_2"]
 
 
-def test_when_it_was_the_last_one_nothing_starts_at_step_0(config, broken_disk):
+def test_an_unreadable_last_checkpoint_is_an_error_and_no_fresh_run(config, broken_disk):
     shutil.rmtree(step_dir(config.run_dir, 2))
     for _ in range(2):
         with pytest.raises(UserError, match=r"is damaged \(global_step_4\)"):

@@ -60,7 +60,7 @@ def look_and_resume(config, role) -> None:
     make_checkpointer(config, role).resume()
 
 
-def test_the_bombs_are_live(tmp_path, bomb):
+def test_the_payloads_would_run_code_if_loaded(tmp_path, bomb):
     for kind, payload in payloads(bomb, tmp_path).items():
         bomb.unlink(missing_ok=True)
         (tmp_path / "live").write_bytes(payload)

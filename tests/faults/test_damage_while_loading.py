@@ -119,7 +119,7 @@ def own(path: Path) -> Path:
     ("writers", "readers", "in_processes"),
     [(1, 1, False), (2, 2, False), (1, 2, False), (2, 1, False), (2, 3, True)],
 )
-def test_all_ranks_fall_back_together_whoever_reads_the_damage(tmp_path, saved, writers, readers, in_processes):
+def test_all_ranks_fall_back_together_if_one_rank_reads_damage(tmp_path, saved, writers, readers, in_processes):
     config = saved(writers, 1, 2, 3, 4, 5)
     assert run_thread_ranks(readers, resume, config) == [5] * readers
     # Bytes near the start of the weights and at the end of the optimizer, which only the first or the last rank reads.
@@ -141,7 +141,7 @@ def test_all_ranks_fall_back_together_whoever_reads_the_damage(tmp_path, saved, 
     assert [path.name for path in scan(config.run_dir)] == ["global_step_1"]
 
 
-def test_every_rank_is_told_when_nothing_is_left(saved):
+def test_every_rank_raises_an_error_if_all_checkpoints_are_damaged(saved):
     config = saved(2, 1)
     flip_bit(own(step_dir(config.run_dir, 1) / "actor/model/rank_00001.safetensors"), 8 * 600)
     texts = run_thread_ranks(2, resume, config)
@@ -149,7 +149,7 @@ def test_every_rank_is_told_when_nothing_is_left(saved):
 
 
 @pytest.mark.parametrize("name", ["actor/model/rank_00001.safetensors", "rng/rank_00001.safetensors"])
-def test_a_file_that_is_gone_or_cut_is_damage_to_all(saved, name):
+def test_a_missing_or_truncated_file_is_damage_on_all_ranks(saved, name):
     config = saved(2, 1, 2, 3)
     (step_dir(config.run_dir, 3) / name).unlink()
     path = own(step_dir(config.run_dir, 2) / name)

@@ -111,7 +111,7 @@ def limit_file_size_of_rank_1(rank: int, config: Config) -> None:
         limit_file_size(rank, config)
 
 
-def test_a_write_that_fails_in_the_middle_of_a_file_is_told_on_every_rank(config, processes):
+def test_a_write_error_within_a_file_is_raised_on_every_rank(config, processes):
     assert [kind.__name__ for kind, *_ in ranks(save, config, 2)] == ["SaveResult"] * 2
     for kind, message, seconds in processes(save, config, 4, limit_file_size):
         assert kind is UserError  # a restart would reach the same limit
@@ -149,7 +149,7 @@ def save_twice(rank: int, config: Config) -> list[tuple]:
     return [None if result is None else result.path.name for result in results] + errors
 
 
-def test_on_save_error_continue_says_so_and_trains_on(config, processes):
+def test_on_save_error_continue_logs_the_error_and_training_goes_on(config, processes):
     config.checkpoint.on_save_error = "continue"
     ranks(save, config, 2)
     leader, other = processes(save_twice, config)
@@ -259,7 +259,7 @@ def lose_permission_on_rank_1(rank: int, config: Config) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to let one rank be another user")
-def test_a_rank_without_permission_is_told_on_every_rank(config, processes):
+def test_a_permission_error_of_one_rank_is_raised_on_every_rank(config, processes):
     ranks(save, config, 2)
     for kind, message, seconds in processes(save, config, 4, lose_permission_on_rank_1):
         assert kind is UserError
@@ -303,7 +303,7 @@ def test_a_rank_that_dies_in_the_save_is_an_error_on_the_other_at_once(config, p
     assert_whole(config, 2)
 
 
-def test_a_step_that_is_there_already_is_refused_and_kept(config):
+def test_saving_an_existing_step_is_rejected_and_keeps_it(config):
     # Promise 3.
     ranks(save, config, 2)
     for kind, message, _ in ranks(save, config, 2):
@@ -349,7 +349,7 @@ def test_a_failed_clean_up_does_not_hide_why_the_save_failed(config, caplog):
 
 
 @pytest.mark.parametrize("condition", ["full", "read-only"])
-def test_a_start_on_a_disk_that_takes_nothing_is_one_message(tmp_path, condition):
+def test_a_start_on_a_full_or_read_only_disk_is_one_message(tmp_path, condition):
     """The start ends with exit code 2 and no traceback."""
     with small_disk(tmp_path / "disk", 1) as disk:
         (disk / "rlhf" / "offline").mkdir(parents=True)

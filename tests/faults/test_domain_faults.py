@@ -152,7 +152,7 @@ def test_a_lost_disk(tmp_path):
     assert [equal_bits(outcome[1], saved[rank]) for rank, outcome in enumerate(outcomes)] == [True, True]
 
 
-def test_damage_on_one_disk_is_everyones(tmp_path):
+def test_damage_on_one_disk_makes_all_nodes_fall_back(tmp_path):
     # Promise 6.
     run_thread_ranks(2, save, tmp_path, [0, 1], 3)
     # Damage a file of step 3 that is fetched after the swap, and the manifest of step 2.
@@ -210,7 +210,7 @@ def fail_on_one(rank: int, tmp_path: Path, where: str) -> tuple[str, bool, list[
 
 
 @pytest.mark.parametrize("where", ["begin", "room", "manifest", "rename", "sync"])
-def test_a_failure_on_one_disk_is_everyones_and_leaves_nothing(tmp_path, where):
+def test_a_save_error_on_one_disk_is_raised_everywhere_and_leaves_nothing(tmp_path, where):
     # Promise 8.
     outcomes = run_thread_ranks(2, fail_on_one, tmp_path, where)
     for text, user, left, _ in outcomes:
@@ -239,7 +239,7 @@ def resume_onto_a_full_disk(rank: int, tmp_path: Path) -> str:
     return str(failed.value)
 
 
-def test_no_room_for_what_is_fetched(tmp_path):
+def test_a_full_disk_for_fetched_parts_is_an_error_on_all_ranks(tmp_path):
     run_thread_ranks(2, save, tmp_path, [0, 1], 2)
     for text in run_thread_ranks(2, resume_onto_a_full_disk, tmp_path):
         assert ".tmp-fetched-global_step_2" in text
@@ -248,7 +248,7 @@ def test_no_room_for_what_is_fetched(tmp_path):
     assert not [path for node in (0, 1) for path in on_node(tmp_path, node).run_dir.glob(".tmp-*")]
 
 
-def test_a_part_of_another_run_does_not_count(tmp_path):
+def test_parts_of_another_run_are_ignored(tmp_path):
     run_thread_ranks(2, save, tmp_path, [0, 1], 2)
     (tmp_path / "other").mkdir()
     run_thread_ranks(2, save, tmp_path / "other", [0, 1], 2)
@@ -275,7 +275,7 @@ def retire_on_two(rank: int, tmp_path: Path, silent: bool) -> list[int | None]:
 
 
 @pytest.mark.parametrize(("silent", "left"), [(False, [4, 6]), (True, [2, 4, 6])])
-def test_what_one_disk_keeps_stays_on_all(tmp_path, silent, left):
+def test_a_checkpoint_that_one_disk_keeps_stays_on_all_disks(tmp_path, silent, left):
     """If one disk's rules may keep a checkpoint, the other disk keeps its files of the checkpoint too."""
     for node in (0, 1):
         for step in (2, 4, 6):
@@ -309,7 +309,7 @@ def publish_on_two(rank: int, tmp_path: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize("harm", ["flip", "flip manifest", "remove"])
-def test_room_is_never_made_of_the_newest_checkpoint_that_all_disks_can_prove(tmp_path, harm):
+def test_the_newest_checkpoint_intact_on_all_disks_is_never_removed_for_space(tmp_path, harm):
     """Step 6 is intact on the full disk and damaged on the other, so step 4 is the newest intact step."""
     with small_disk(tmp_path / "node_0", 12), small_disk(tmp_path / "node_1", 64):
         for step in (2, 4, 6):

@@ -133,7 +133,7 @@ def test_a_node_kills_its_ranks_when_the_others_have_logged_the_hang(monkeypatch
     assert 1 <= time.monotonic() - started < 20, "a node that answers no more may still log its evidence"
 
 
-def test_a_store_that_does_not_answer_says_nothing(monkeypatch):
+def test_a_store_that_does_not_answer_is_not_taken_for_silent_nodes(monkeypatch):
     monkeypatch.setattr(node_watchdog, "SILENCE_S", 0.2)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     others = OtherNodes(
@@ -158,7 +158,7 @@ time.sleep(600)
 """
 
 
-def test_a_store_whose_process_is_stopped_says_nothing(monkeypatch):
+def test_a_stopped_store_process_is_not_taken_for_silent_nodes(monkeypatch):
     """Without torchrun, the store is in rank 0, which may be the stopped rank."""
     monkeypatch.setattr(node_watchdog, "SILENCE_S", 0.2)
     monkeypatch.setattr(node_watchdog, "STORE_TIMEOUT_S", 0.2)
@@ -182,7 +182,7 @@ def ignores(pid: int, number: int) -> bool:
     return bool(int(masks["SigIgn"], 16) >> (number - 1) & 1)
 
 
-def test_a_request_to_leave_is_for_the_ranks_and_not_for_their_watchdog(tmp_path):
+def test_the_watchdog_ignores_the_signal_to_save_and_exit(tmp_path):
     """SLURM sends the signal to all processes. The watchdog watches the ranks until they have saved."""
     (tmp_path / RESOLVED).write_text(to_yaml(Config(model=ModelConfig(path="policy"))))
     rank = subprocess.Popen(["sleep", "600"])

@@ -108,7 +108,7 @@ if rank == 0:
     sys.exit(0)  # no other rank waits for rank 1
 status.event(5, "update.before")
 (run_dir / "hung").touch()
-hanger.turn_forever()
+hanger.busy_loop_forever()
 """
 DEADLOCK = """
 import torch, torch.distributed as dist
@@ -120,7 +120,7 @@ dist.barrier()
 status.event(5, "step.begin")
 if rank == 1:
     (run_dir / "begun").touch()
-    hanger.wait_for_nobody()
+    hanger.block_in_collective()
 hanger.wait_for(run_dir / "begun")  # so that the rank that causes the hang is overdue first
 status.event(5, "rollout.before")
 dist.all_reduce(torch.zeros(1))
@@ -164,7 +164,7 @@ hanger.sleep_forever()
 @pytest.mark.parametrize(
     ("script", "phase", "frame"),
     [
-        (TURNS, "update.before", "in turn_forever"),
+        (TURNS, "update.before", "in busy_loop_forever"),
         (DEADLOCK, "step.begin", "in recv"),
         (LATECOMER, "update.before", "in sleep_forever"),
         (SAVE, "commit.fsync", "in sleep_forever"),
@@ -172,7 +172,7 @@ hanger.sleep_forever()
     ],
     ids=["an endless loop", "a deadlocked collective", "the later one of two", "a save behind the loop", "a start"],
 )
-def test_small_ranks(tmp_path, monkeypatch, caplog, script, phase, frame):
+def test_hung_scripts_are_found_with_phase_and_stack(tmp_path, monkeypatch, caplog, script, phase, frame):
     """Ranks without a model, for hangs that need no training."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     config = Config()

@@ -62,7 +62,7 @@ def end(rank: int, config: Config, way: str, code: int, saved: list[int]) -> tup
 
 
 @pytest.mark.parametrize("saved", [[], [1]])
-def test_asked_to_stop_it_says_what_is_there(config, saved):
+def test_a_failed_save_at_a_stop_request_reports_the_newest_checkpoint(config, saved):
     # Promise 18.
     for kind, message, logged in run_thread_ranks(2, end, config, "leave", errno.EIO, saved):
         assert kind is Unsaved
@@ -73,7 +73,7 @@ def test_asked_to_stop_it_says_what_is_there(config, saved):
     assert published(config) == saved
 
 
-def test_the_end_of_the_run_is_a_failure(config):
+def test_a_failed_last_save_fails_the_run(config):
     for rank, (kind, message, logged) in enumerate(run_thread_ranks(2, end, config, "last", errno.EIO, [])):
         assert kind is SaveFailed
         assert "The checkpoint of step 3" in message
@@ -83,7 +83,7 @@ def test_the_end_of_the_run_is_a_failure(config):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_a_restart_meets_again_needs_a_person(config, way):
+def test_a_save_error_that_a_restart_would_repeat_is_a_user_error(config, way):
     for kind, message, _ in run_thread_ranks(2, end, config, way, errno.ENOSPC, []):
         assert kind is UserError
         assert "The checkpoint of step 3" in message
@@ -97,7 +97,7 @@ def save_and_leave(rank: int, config: Config) -> str:
     return str(left.value)
 
 
-def test_a_save_that_succeeds_is_said_to_be_there(config):
+def test_a_successful_save_at_a_stop_request_is_reported(config):
     # Promise 18.
     for message in run_thread_ranks(2, save_and_leave, config):
         assert message == "Asked to stop: saved step 1 and left. The same command continues from there."

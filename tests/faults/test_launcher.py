@@ -1,4 +1,4 @@
-"""The launcher: when it must not fork, what its ranks inherit, and the effects of its death or its supervisor's."""
+"""The launcher: when it must not fork, what ranks inherit, and what happens if it or its supervisor dies."""
 
 import json
 import logging
@@ -68,7 +68,7 @@ def logged(caplog) -> list[str]:
 
 
 @pytest.mark.parametrize("module", UNSAFE)
-def test_what_is_not_safe_to_fork_is_not_forked(config, supervised, tmp_path, caplog, module):
+def test_ranks_are_not_forked_after_unsafe_imports(config, supervised, tmp_path, caplog, module):
     source, reason = UNSAFE[module]
     (tmp_path / f"{module}.py").write_text(source)
     code = supervised('assert os.getppid() == supervisor and os.environ["WORLD_SIZE"] == "2"', module)
@@ -87,7 +87,7 @@ def test_what_ranks_import_starts_no_threads(config, supervised, monkeypatch):
     assert supervised("assert os.getppid() != supervisor", *needs_of(config).modules) == EXIT_DONE
 
 
-def test_a_thread_is_seen_at_the_fork_and_not_only_at_the_import(supervised, tmp_path, caplog):
+def test_a_thread_started_after_the_import_prevents_the_fork(supervised, tmp_path, caplog):
     """The first attempt is forked. A later thread prevents the fork of the second."""
     (tmp_path / "late.py").write_text(
         "import os, signal, threading, time\n"
@@ -260,7 +260,7 @@ os.fork = limited
     wait_until(lambda: not any(alive(pid) for _, pid in starts(config)), 30)
 
 
-def test_a_killed_supervisor_takes_launcher_and_ranks_along(config, tmp_path):
+def test_launcher_and_ranks_end_with_a_killed_supervisor(config, tmp_path):
     rank, driver, yaml = (tmp_path / name for name in ("rank.py", "supervisor.py", "config.yaml"))
     rank.write_text(RANK + 'if rank == 0:\n    (run_dir / "launcher").write_text(str(os.getppid()))\nblock()')
     driver.write_text(SUPERVISOR)
@@ -286,7 +286,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_ranks_never_mix_old_and_new_code(config, supervised, tmp_path, monkeypatch, caplog, change):
+def test_after_a_code_update_all_ranks_import_the_new_code(config, supervised, tmp_path, monkeypatch, caplog, change):
     """After an update during a run, the ranks of the next attempt import everything anew, and a crash counts once."""
     action, path = CHANGES[change]
     (tmp_path / "versioned.py").write_text("VERSION = 1")
@@ -334,7 +334,7 @@ peers_passed("stopped")
 """
 
 
-def test_a_run_whose_launcher_is_stopped_ends_as_if_it_were_not(config, supervised, caplog):
+def test_a_run_whose_launcher_is_stopped_ends_normally(config, supervised, caplog):
     config.trainer.watchdog_first_timeout_s = 30.0
     assert supervised(STOP_THE_LAUNCHER) == EXIT_DONE
     assert logged(caplog) == []
@@ -354,7 +354,7 @@ def test_a_crash_under_a_stopped_launcher_is_followed_by_new_processes(config, s
     assert time.monotonic() - begin < 300
 
 
-def test_a_launcher_that_is_stopped_before_the_ranks_start_is_left(config, supervised, tmp_path, caplog):
+def test_a_launcher_stopped_before_the_ranks_start_is_abandoned(config, supervised, tmp_path, caplog):
     (tmp_path / "stopping.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)")
     config.trainer.watchdog_first_timeout_s, config.trainer.watchdog = 600.0, False
     begin = time.monotonic()
@@ -363,7 +363,7 @@ def test_a_launcher_that_is_stopped_before_the_ranks_start_is_left(config, super
     assert time.monotonic() - begin < 300
 
 
-def test_a_launcher_that_pauses_goes_on(config, supervised, caplog):
+def test_a_launcher_that_was_paused_forks_the_next_attempt(config, supervised, caplog):
     """A stopped launcher reports the ends of ranks late, and the next attempt is forked."""
     code = supervised(
         STOP_THE_LAUNCHER

@@ -16,14 +16,14 @@ def quick(monkeypatch):
     monkeypatch.setattr(power_cuts.domains, "LOOK_AGAIN_S", 0.001)
 
 
-def test_what_was_saved_is_found(tmp_path):
+def test_saved_state_is_found_after_a_power_cut(tmp_path):
     for kind in ("linked", "overwrite", "domains"):
         [made] = records_of(kind, tmp_path, seed=1)
         report = replay(made, 40, seed=1)
         assert (report.states, report.failures) == (40, [])
 
 
-def test_a_sync_that_is_left_out_is_missed(tmp_path):
+def test_a_missing_sync_makes_a_state_fail(tmp_path):
     [made] = records_of("secret", tmp_path, seed=1)
     in_the_record = {site for op in made.ops for site in op.sites}
     calls = [call for call in sync_calls() if call[0] == "checkpoint/commit/publication.py" and call in in_the_record]
@@ -44,6 +44,6 @@ def test_each_sync_of_a_start_after_a_kill_has_states(tmp_path):
         assert hunt(made, call, "left out", random.Random(2))[1] > 0
 
 
-def test_nothing_is_missed_of_a_sync_that_is_not_there(tmp_path):
+def test_removing_a_sync_call_that_does_not_exist_fails_no_state(tmp_path):
     [made] = records_of("secret", tmp_path, seed=1)
     assert hunt([made], ("nowhere.py", 1, 0), "left out", random.Random(1)) == (None, 0)

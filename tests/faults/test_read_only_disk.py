@@ -51,7 +51,7 @@ def test_a_finished_run_reports_under_our_supervisor(disk, capsys):
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_a_disk_error_that_may_pass_is_one_message(tmp_path, capsys, monkeypatch, named):
+def test_a_transient_disk_error_is_one_message(tmp_path, capsys, monkeypatch, named):
     """The error names the path, which the system omits for a failed read or sync."""
 
     def fail(path: Path, _: str) -> None:

@@ -20,14 +20,14 @@ from tests.support.checkpoints import run_ranks
 from tests.support.published import eventually
 from tests.support.remotes import (
     DEADLINE_S,
-    WEATHER,
+    FAULTS,
     assert_same_files,
     complete_steps,
     copy_all,
     make_run,
     on_empty_disk,
     save,
-    start_there,
+    start_from_remote,
 )
 from tests.support.sections import open_remote, remote_copies, remote_store, restore
 from tests.support.verified import verify
@@ -56,10 +56,10 @@ def assert_intact(config: Config, tmp_path: Path, *steps: int) -> None:
 
 # A file needs three calls: open, write, size.
 @pytest.mark.parametrize("k", [4, 5, 7, 11])
-def test_every_kth_call_fails(tmp_path, url, k):
+def test_copies_succeed_although_every_kth_call_fails(tmp_path, url, k):
     config = make_run(tmp_path / "a", 2, 4, 6, remote=url)
     config.checkpoint.remote_max_to_keep = 2
-    WEATHER.fail_every(k)
+    FAULTS.fail_every(k)
     copies = remote_copies(config)
     copies.start()
     assert copies.finish(DEADLINE_S) == []
@@ -67,7 +67,7 @@ def test_every_kth_call_fails(tmp_path, url, k):
     other = on_empty_disk(config, tmp_path / "b")
     store = remote_store(other)
     assert restore(store, other, None) == 6
-    WEATHER.__init__()
+    FAULTS.__init__()
     assert_intact(config, tmp_path, 6, 4)
     assert_same_files(step_dir(config.run_dir, 6), step_dir(other.run_dir, 6))
 
@@ -86,7 +86,7 @@ def test_a_remote_that_dies_for_a_while(tmp_path, url, caplog):
             raise ConnectionError("no route to host")
 
     back = threading.Event()
-    WEATHER.before = before
+    FAULTS.before = before
     copies = remote_copies(config)
     copies.start()
     assert away.wait(DEADLINE_S)
@@ -120,13 +120,13 @@ def test_the_end_of_the_training_does_not_wait_for_a_dead_remote(tmp_path, url, 
     def before(number: int, call: str, path: str) -> None:
         raise ConnectionError("no route to host")
 
-    WEATHER.before = before
+    FAULTS.before = before
     started = time.monotonic()
     assert copy_all(config, deadline_s=0.5) == [4, 2]
     assert time.monotonic() - started < 60
     assert "Not copied to" in caplog.text
     assert "global_step_4, global_step_2. The next start copies the rest." in caplog.text
-    WEATHER.__init__()
+    FAULTS.__init__()
     assert copy_all(config) == []
     assert_intact(config, tmp_path, 4, 2)
 
@@ -143,7 +143,7 @@ def test_a_connection_that_hangs(tmp_path, url, caplog, monkeypatch):
             raise ConnectionError("the hung call ends at last")
 
     hung = threading.Event()
-    WEATHER.before = hang_once
+    FAULTS.before = hang_once
     started = time.monotonic()
     assert copy_all(config, deadline_s=1.0) == [2]
     assert hung.is_set()
@@ -158,7 +158,7 @@ def test_a_connection_that_hangs(tmp_path, url, caplog, monkeypatch):
     release.set()
 
 
-def test_a_remote_that_is_away_at_the_start(tmp_path, url, monkeypatch, caplog):
+def test_an_unreachable_remote_fails_only_starts_on_an_empty_disk(tmp_path, url, monkeypatch, caplog):
     monkeypatch.setattr(remote_start, "CHECK_S", 0.2)
     monkeypatch.setattr(remote_start, "DOWNLOAD_S", 0.2)
     config = make_run(tmp_path / "a", 2, remote=url)
@@ -168,16 +168,16 @@ def test_a_remote_that_is_away_at_the_start(tmp_path, url, monkeypatch, caplog):
     def before(number: int, call: str, path: str) -> None:
         raise ConnectionError("no route to host")
 
-    WEATHER.before = before
+    FAULTS.before = before
     assert open_remote(config) is None
     assert "does not answer" in caplog.text
     # On an empty disk, the remote's content decides at which step the run begins, so the start fails.
     with pytest.raises(UserError, match="a small file cannot be written"):
         open_remote(other)
-    WEATHER.__init__()
+    FAULTS.__init__()
     store = open_remote(other)
     assert store is not None
-    WEATHER.before = before
+    FAULTS.before = before
     with pytest.raises(UserError, match="cannot be read, but may have checkpoints of this run"):
         restore(store, other, None)
     assert scan(other.run_dir) == []
@@ -186,14 +186,14 @@ def test_a_remote_that_is_away_at_the_start(tmp_path, url, monkeypatch, caplog):
 def test_listing_that_fails_is_not_an_empty_folder(tmp_path, url):
     config = make_run(tmp_path / "a", 2, remote=url)
     copy_all(config)
-    WEATHER.fail_every(1)
+    FAULTS.fail_every(1)
     with pytest.raises(OSError, match="asked for by the test"):
         remote_store(config).steps()
     with pytest.raises(OSError, match="asked for by the test"):
         remote_store(config).copy(2)
 
 
-def test_a_full_disk_while_fetching_is_told_and_leaves_nothing(tmp_path, url):
+def test_a_full_disk_during_a_download_is_an_error_and_leaves_nothing(tmp_path, url):
     config = make_run(tmp_path / "a", 2, remote=url)
     copy_all(config)
     disk = tmp_path / "disk"
@@ -206,7 +206,7 @@ def test_a_full_disk_while_fetching_is_told_and_leaves_nothing(tmp_path, url):
     try:
         other = on_empty_disk(config, disk)
         with pytest.raises(UserError, match="No space left on device"):
-            start_there(other)
+            start_from_remote(other)
         assert list(other.run_dir.iterdir()) == []
     finally:
         subprocess.run(["umount", "--lazy", disk], check=True)
@@ -215,9 +215,9 @@ def test_a_full_disk_while_fetching_is_told_and_leaves_nothing(tmp_path, url):
 def copy_and_die(rank: int, config: Config, n: int, keep: int | None) -> int:
     """Start the copies and kill them at the `n`th call. Return the number of calls if fewer than `n`."""
     config.checkpoint.remote_max_to_keep = keep
-    WEATHER.kill_at(n)
+    FAULTS.kill_at(n)
     assert copy_all(config) == []
-    return len(WEATHER.calls)
+    return len(FAULTS.calls)
 
 
 @pytest.mark.slow
@@ -252,9 +252,9 @@ def test_killed_at_every_call_of_a_copy(tmp_path, url):
 
 
 def restore_and_die(rank: int, config: Config, n: int) -> int:
-    WEATHER.kill_at(n)
-    start_there(config)
-    return len(WEATHER.calls)
+    FAULTS.kill_at(n)
+    start_from_remote(config)
+    return len(FAULTS.calls)
 
 
 @pytest.mark.slow
@@ -271,17 +271,17 @@ def test_killed_while_fetching(tmp_path, url):
         outcome = run_ranks(1, restore_and_die, other, n, deadline_s=DEADLINE_S, join=tmp_path / f"join_{n}")
         assert outcome == ["died"]
         assert scan(other.run_dir) == [] or verify(step_dir(other.run_dir, 4))
-        start_there(other)
+        start_from_remote(other)
         assert_same_files(step_dir(config.run_dir, 4), step_dir(other.run_dir, 4))
 
 
-def test_a_missing_permission_is_told_at_once(tmp_path, url):
+def test_a_permission_error_of_the_remote_is_not_retried(tmp_path, url):
     config = make_run(tmp_path / "a", 2, remote=url)
 
     def before(number: int, call: str, path: str) -> None:
         raise PermissionError(errno.EACCES, "Forbidden", path)
 
-    WEATHER.before = before
+    FAULTS.before = before
     with pytest.raises(UserError, match="Forbidden"):
         open_remote(config)
-    assert len(WEATHER.calls) == 1
+    assert len(FAULTS.calls) == 1

@@ -77,7 +77,7 @@ def die(lease: Lease) -> None:
             thread.join(DEADLINE_S)
 
 
-def test_a_second_machine_is_refused_and_told_who_is_there(store, tmp_path, leases, monkeypatch):
+def test_a_second_machine_is_rejected_and_the_holder_named(store, tmp_path, leases, monkeypatch):
     first, second = (machine(name, store, tmp_path, leases) for name in ("alpha", "beta"))
     first.acquire()
     monkeypatch.setattr(lease_module, "EXPIRY_S", LONG_S)
@@ -105,7 +105,7 @@ def test_the_lease_of_a_dead_machine_ends_by_itself(store, tmp_path, leases):
     second.confirm()
 
 
-def test_who_leaves_in_order_keeps_nobody_waiting(store, tmp_path, leases, monkeypatch):
+def test_a_released_lease_is_free_at_once(store, tmp_path, leases, monkeypatch):
     monkeypatch.setattr(lease_module, "EXPIRY_S", LONG_S)
     first, second = (machine(name, store, tmp_path, leases) for name in ("alpha", "beta"))
     first.acquire()
@@ -137,7 +137,7 @@ def test_a_renewal_under_way_does_not_outlive_the_lease(store, tmp_path, leases,
     assert store.read(LEASE) is None
 
 
-def test_a_dead_process_of_this_machine_keeps_nobody_waiting(store, tmp_path, leases, monkeypatch):
+def test_the_lease_of_a_dead_process_on_this_machine_is_free_at_once(store, tmp_path, leases, monkeypatch):
     monkeypatch.setattr(lease_module, "EXPIRY_S", LONG_S)
     first, second = (machine(name, store, tmp_path, leases) for name in ("alpha", "beta"))
     first.acquire()
@@ -172,7 +172,7 @@ def test_processes_of_one_run_that_renew_at_the_same_time_keep_it(tmp_path, leas
     supervisor.check()
 
 
-def test_a_holder_killed_while_it_renewed_leaves_it_to_the_run(store, tmp_path, leases):
+def test_a_lease_torn_by_a_kill_stays_with_its_run(store, tmp_path, leases):
     supervisor, rank = (machine("alpha", store, tmp_path, leases) for _ in range(2))
     supervisor.acquire()
     rank.acquire()
@@ -189,7 +189,7 @@ def test_a_holder_killed_while_it_renewed_leaves_it_to_the_run(store, tmp_path, 
     assert b"alpha" in (store.read(LEASE) or b"")
 
 
-def test_one_of_many_at_the_same_time_gets_it(store, tmp_path, leases, monkeypatch):
+def test_only_one_of_several_racing_machines_gets_the_lease(store, tmp_path, leases, monkeypatch):
     monkeypatch.setattr(lease_module, "SETTLE_S", 1.0)
     racing = [machine(f"host-{number}", store, tmp_path, leases) for number in range(8)]
     acquired: list[Lease] = []

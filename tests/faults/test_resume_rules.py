@@ -102,7 +102,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_result_is_the_same(cas
     assert differences(case.finished, case.run_dir) == []
 
 
-def test_with_every_checkpoint_damaged_nothing_starts_at_step_0_by_itself(case):
+def test_a_run_with_only_damaged_checkpoints_does_not_start_at_step_0(case):
     # Promise 5.
     case.cut_back(6)
     for path in scan(case.run_dir):

@@ -75,12 +75,12 @@ def never() -> list[Path]:
     raise AssertionError("nothing is short")
 
 
-def test_enough_room_costs_a_look(disk, deleter):
+def test_a_save_with_enough_space_removes_nothing(disk, deleter):
     publish(disk, 2, nbytes=MIB)
     assert removed_for(disk, 4 * MIB, never, deleter) == []
 
 
-def test_what_retention_gives_up_anyway_goes_first_and_no_more_than_it_takes(disk, deleter, caplog):
+def test_checkpoints_outside_retention_are_removed_first_and_only_as_needed(disk, deleter, caplog):
     for step in (2, 4, 6, 8):
         publish(disk, step, nbytes=2 * MIB)
     leave(disk, MIB)
@@ -126,7 +126,7 @@ def test_nothing_goes_when_no_checkpoint_is_intact(disk, deleter):
     assert steps(disk) == [2, 4]
 
 
-def test_what_is_kept_for_good_or_as_the_best_does_not_removed_for(disk, deleter):
+def test_checkpoints_of_keep_every_and_keep_best_are_not_removed_for_space(disk, deleter):
     for step, accuracy in ((2, 0.9), (4, 0.1), (6, 0.2), (8, 0.3)):
         publish(disk, step, {"val/accuracy": accuracy}, nbytes=2 * MIB)
     leave(disk, MIB)
@@ -137,7 +137,7 @@ def test_what_is_kept_for_good_or_as_the_best_does_not_removed_for(disk, deleter
     assert steps(disk) == [2, 4, 8]
 
 
-def test_trash_is_room_to_come(disk):
+def test_a_save_waits_for_trash_instead_of_removing_more_checkpoints(disk):
     """The deleter is removing a large checkpoint. A save waits for the freed space and removes no other checkpoint."""
     for step in (2, 4, 6):
         publish(disk, step, nbytes=4 * MIB)
@@ -153,7 +153,7 @@ def test_trash_is_room_to_come(disk):
     assert steps(disk) == [4, 6]
 
 
-def test_shared_files_give_room_only_with_their_last_name(disk, deleter):
+def test_hard_linked_files_free_space_only_with_their_last_link(disk, deleter):
     for step in (2, 4, 6):
         publish(disk, step, nbytes=2 * MIB)
     for step in (4, 6):
@@ -172,7 +172,7 @@ def test_shared_files_give_room_only_with_their_last_name(disk, deleter):
     assert two.exists()
 
 
-def test_a_copy_under_way_makes_way(disk, deleter):
+def test_an_upload_of_a_removed_checkpoint_is_cancelled_to_free_space(disk, deleter):
     """Links of an upload keep the space of a removed checkpoint in use. Cancelling the upload frees it."""
     links = []
     for step in (2, 4, 6):
@@ -196,7 +196,7 @@ def test_a_copy_under_way_makes_way(disk, deleter):
     assert steps(disk) == [6]
 
 
-def test_room_that_does_not_come_is_refused_with_the_figures_of_then(disk, deleter, monkeypatch):
+def test_space_that_is_not_freed_is_an_error_with_current_figures(disk, deleter, monkeypatch):
     """A link keeps the removed file, as if another program took the freed space at once."""
     monkeypatch.setattr("rlhf.checkpoint.save.disk_space.SETTLE_S", 0.3)
     for step in (2, 4):

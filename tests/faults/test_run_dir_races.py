@@ -61,7 +61,7 @@ def set_up_as_torchrun_does(rank: int, config: Config, set_ups: int) -> dict[str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["processes", "threads"])
-def test_many_set_ups_by_eight_ranks(tmp_path, request, kind):
+def test_eight_ranks_set_up_a_run_directory_without_races(tmp_path, request, kind):
     """Find, almost certainly, a race that fails in one of a hundred set-ups. Threads use the same files and locks as
     processes at a hundredth of the cost. --full-product runs more set-ups in processes."""
     whole = request.config.getoption("--full-product", False)
@@ -158,7 +158,7 @@ def start_a_run(number: int, config: Config, marker: Path, attempts: int, outcom
     outcome.put((held, rejected))
 
 
-def test_runs_that_know_nothing_of_each_other_take_turns_or_are_refused(tmp_path):
+def test_independent_runs_take_turns_or_are_rejected(tmp_path):
     # Promise 12.
     config, attempts = make_config(tmp_path), 25
     outcomes = forkserver.Queue()

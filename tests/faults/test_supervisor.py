@@ -205,7 +205,7 @@ sys.exit(75)
     assert "SIGTERM: the ranks saved and left" in caplog.records[-1].getMessage()
 
 
-def test_a_request_before_the_first_step_waits_for_nothing(config, supervised, caplog):
+def test_a_stop_request_before_the_first_step_ends_at_once(config, supervised, caplog):
     """While weights load, which may take minutes, there is nothing to save."""
     caplog.set_level(logging.INFO, "rlhf")
     begin = time.monotonic()
@@ -223,7 +223,7 @@ block()
     assert len(logged) == 1 + (not config.trainer.warm_start), logged
 
 
-def test_ranks_that_left_without_saving_are_not_said_to_have_saved(config, supervised, caplog):
+def test_ranks_that_left_without_saving_are_not_reported_as_saved(config, supervised, caplog):
     code = supervised("""
 peers_started()
 status.error("unsaved", "left without saving step 3")
@@ -234,7 +234,7 @@ sys.exit(75)
     assert caplog.records[-1].levelno == logging.ERROR
 
 
-def test_grace_runs_out(config, supervised, caplog):
+def test_ranks_are_killed_after_the_grace_period(config, supervised, caplog):
     config.trainer.preempt_grace_s = 1.0
     code = supervised("""
 status.event(3, "rollout.before")
@@ -304,7 +304,7 @@ def test_a_killed_supervisor_takes_its_ranks_along_and_frees_the_directory(confi
         pass
 
 
-def test_more_ranks_than_devices_and_an_unwritable_place_are_refused(config, tmp_path, monkeypatch):
+def test_more_ranks_than_devices_or_an_unwritable_folder_is_rejected(config, tmp_path, monkeypatch):
     monkeypatch.setattr(LocalStarter, "_device_count", lambda _: 1)
     config.trainer.device = "cuda"
     with pytest.raises(UserError, match=r"trainer\.nproc=2, but only 1 CUDA"):

@@ -17,7 +17,7 @@ from rlhf.config import Config
 from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
 from rlhf.storage.layout import RUN_LOG
-from tests.support.launching import model_that_is_never_read, small, write_sums
+from tests.support.launching import policy_that_blocks_loading, small, write_sums
 from tests.support.rank_scripts import RANK, alive, starts, wait_until
 from tests.support.terminal import ROOT, Terminal
 
@@ -155,7 +155,7 @@ DEATHS = {
 
 @pytest.mark.parametrize("columns", WIDTHS)
 @pytest.mark.parametrize("death", DEATHS.values(), ids=DEATHS.keys())
-def test_each_death_leaves_lines_whole(config, start, columns, death):
+def test_each_kind_of_end_leaves_whole_lines(config, start, columns, death):
     terminal = start(columns, death.script, death.before)
     if death.shows:
         terminal.wait_for(death.shows)
@@ -225,7 +225,7 @@ def test_a_run_whose_terminal_hangs_up_saves_and_leaves(config, start, columns):
     assert "SIGHUP: the ranks saved and left." in (config.run_dir / RUN_LOG).read_text()
 
 
-def test_a_run_whose_output_nobody_reads_saves_and_leaves(config, tmp_path):
+def test_a_run_with_a_full_output_pipe_saves_and_exits(config, tmp_path):
     """A paused `| less`: the pipe is full when SIGTERM arrives."""
     reader, pipe = os.pipe()
     script = """
@@ -263,9 +263,9 @@ def torch_import_s() -> float:
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
-def test_the_first_second(tmp_path, columns, torch_import_s):
+def test_the_banner_appears_before_heavy_imports(tmp_path, columns, torch_import_s):
     """The banner appears before heavy imports. Ctrl-C after it prints one line."""
-    model = model_that_is_never_read(tmp_path / "tiny_policy")
+    model = policy_that_blocks_loading(tmp_path / "tiny_policy")
     arguments = small(tmp_path, "first", write_sums(tmp_path / "sums.jsonl"), f"model.path={model}")
     secret = {"HF_TOKEN": "hf_secretsecret123"}
     terminal = Terminal(columns, tmp_path, "-m", "rlhf.train", "recipes=null", *arguments, **secret)

@@ -135,7 +135,7 @@ def home(sources, tmp_path) -> Path:
     return tmp_path
 
 
-def test_killed_anywhere_it_is_whole_or_not_there(home, name, old, request):
+def test_a_killed_verb_leaves_a_complete_target_or_none(home, name, old, request):
     command, target = COMMANDS[name], home / COMMANDS[name].target
     more = ["--overwrite"] if old else []
     (done, seconds) = run(home, command)

@@ -76,7 +76,7 @@ def listening_port() -> int:
             return free.getsockname()[1]
 
 
-def test_the_offline_task_is_learnt_alike_by_every_engine(server, tmp_path: Path, launches: ThreadPoolExecutor) -> None:
+def test_every_engine_learns_the_offline_task(server, tmp_path: Path, launches: ThreadPoolExecutor) -> None:
     engines = {
         "embedded": [],
         "vllm": ["rollout=vllm"],
@@ -119,7 +119,7 @@ def test_a_trainer_killed_with_responses_in_flight_trains_on_the_journal(server,
     assert {record["step"]: record.get("perf/journal_samples") for record in history}[5] == 1
 
 
-def test_a_server_that_is_gone_ends_the_run_with_its_story(sums, tmp_path: Path) -> None:
+def test_an_unreachable_server_ends_the_run_with_its_url_and_error(sums, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         nobody = f"http://127.0.0.1:{free.getsockname()[1]}"
     settings = [

@@ -34,7 +34,7 @@ def copies(backend: TrainingBackend) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "kind", ["fsdp2", pytest.param("zero2", marks=NEEDS_DEEPSPEED), pytest.param("zero3", marks=NEEDS_DEEPSPEED)]
 )
-def test_what_sits_idle_leaves_the_device(kind: str) -> None:
+def test_idle_weights_and_moments_leave_the_device(kind: str) -> None:
     device = torch.device("cuda", 0)
     with single_rank("cpu:gloo,cuda:nccl"):
         torch.manual_seed(1)

@@ -74,7 +74,7 @@ def test_a_webhook_that_hangs_and_a_command_that_fails_are_warnings(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("ends", "heard"), [(False, ["crashed"]), (True, [])])
-def test_the_end_of_the_pipe_without_an_event_is_a_kill(tmp_path: Path, ends: bool, heard: list[str]):
+def test_a_closed_pipe_without_an_end_event_is_a_kill(tmp_path: Path, ends: bool, heard: list[str]):
     config = compose_config([], Library.find(None))
     config.tracking.alerts.command = ["sh", "-c", 'echo "$RLHF_ALERT" >> "$0"', str(tmp_path / "heard")]
     (tmp_path / "resolved.yaml").write_bytes(to_yaml(config).encode())

@@ -367,7 +367,7 @@ def shortened(row):
 """
 
 
-def test_every_setting_that_is_let_through_has_a_case():
+def test_every_setting_that_allow_config_change_permits_has_a_case():
     let_through = {key for key, setting in SETTINGS.items() if setting.metadata["resume"] == "trajectory"}
     assert CASES.keys() | ELSEWHERE.keys() == let_through
     assert CASES.keys() & ELSEWHERE.keys() == set()
@@ -476,7 +476,7 @@ def own_process() -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_without_a_change_the_step_is_the_same(runs, scenario):
+def test_the_step_is_the_same_without_a_change(runs, scenario):
     """If the step differed without a change, the other tests could not fail."""
     again, as_saved = runs.step(scenario, [], "again"), runs.as_saved(scenario)
     for part in as_saved:

@@ -45,7 +45,7 @@ def train_on_during_a_save(rank: int, config: Config) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_save_holds_the_moment_of_its_call(tmp_path, config, world_size):
+def test_a_save_stores_the_state_at_its_call(tmp_path, config, world_size):
     assert on_ranks(tmp_path, world_size, train_on_during_a_save, config) == [[]] * world_size
     # The exported model, which all ranks write together, has the state at the call, too.
     exported = load_file(step_dir(config.run_dir, 1) / "actor/huggingface/model.safetensors")
@@ -111,7 +111,7 @@ def leave(rank: int, config: Config, how: str) -> tuple[list[int], str]:
         ("crash", ([], "RuntimeError")),
     ],
 )
-def test_who_leaves_in_order_waits_for_the_commit(tmp_path, config, how, outcome):
+def test_an_orderly_exit_waits_for_the_commit(tmp_path, config, how, outcome):
     # A crash needs a process: only the end of the process stops the save that is still in flight.
     [ended] = on_ranks(tmp_path, 1, leave, config, how) if how == "crash" else run_thread_ranks(1, leave, config, how)
     assert ended == outcome
@@ -134,7 +134,7 @@ def test_a_roll_back_waits_for_the_commit_and_returns_to_it(config):
     assert run_thread_ranks(2, roll_back, config) == [(True, [2, 1])] * 2
 
 
-def test_the_bits_of_a_run_do_not_depend_on_how_it_saves(tmp_path, undisturbed: Undisturbed, sums: Path):
+def test_async_and_synchronous_saves_give_the_same_bits(tmp_path, undisturbed: Undisturbed, sums: Path):
     behind = undisturbed.run_dir(2)
     end = ranks(tmp_path / "log", [*small(tmp_path, "in_front", sums), EXPORT, "checkpoint.async_save=false"], nproc=2)
     assert end.code == EXIT_DONE, end.output
@@ -152,7 +152,7 @@ def test_the_bits_of_a_run_do_not_depend_on_how_it_saves(tmp_path, undisturbed: 
         assert record["timing_s/save_checkpoint"] <= record["perf/save_seconds"] + record["perf/save_wait_seconds"]
 
 
-def test_a_resume_says_what_it_read(tmp_path, undisturbed: Undisturbed, sums: Path):
+def test_a_resume_logs_seconds_and_bytes_of_its_load(tmp_path, undisturbed: Undisturbed, sums: Path):
     run_dir = copy_run(undisturbed.run_dir(1), tmp_path / "rlhf" / "resumed", 3)
     manifest = read_manifest(step_dir(run_dir, 3))
     end = ranks(tmp_path / "log", [*small(tmp_path, "resumed", sums), EXPORT])

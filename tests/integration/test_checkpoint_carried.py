@@ -76,7 +76,7 @@ def load(rank: int, config: Config) -> list[dict[str, torch.Tensor]]:
         (3, [0, 2], 2, [[0, 2], []]),
     ],
 )
-def test_every_rank_gets_its_share_and_forgets_what_it_had(tmp_path, processes, writers, holders, readers, expected):
+def test_loading_replaces_each_ranks_carried_samples(tmp_path, processes, writers, holders, readers, expected):
     config = make_config(tmp_path)
     # One case runs over gloo: a rank carries nothing, and the number of ranks changes.
     ranks = processes if (writers, holders) == (3, [0, 2]) else run_thread_ranks
@@ -90,14 +90,14 @@ def test_every_rank_gets_its_share_and_forgets_what_it_had(tmp_path, processes, 
 
 
 @pytest.mark.parametrize("item", CONTENTS)
-def test_it_is_part_of_every_commit(tmp_path, item):
+def test_carried_samples_are_in_every_checkpoint(tmp_path, item):
     config = make_config(tmp_path)
     config.checkpoint.contents = [item]
     save(0, config, [0])
     assert "driver_state/rank_00000.safetensors" in verify(step_dir(config.run_dir, 3)).files
 
 
-def test_a_run_that_carries_nothing_says_what_it_drops(tmp_path, caplog):
+def test_a_run_without_carried_samples_warns_of_those_it_drops(tmp_path, caplog):
     config = make_config(tmp_path)
     make_checkpointer(config, PlainRole(), 3, carried=PlainCarried(some(0))).save(3)
     with caplog.at_level(logging.WARNING, logger="rlhf"):

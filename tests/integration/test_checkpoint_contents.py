@@ -119,7 +119,7 @@ def test_loading_restores_exactly_what_it_is_asked_for(saved, load):
 
 
 @pytest.mark.parametrize("load", SUBSETS, ids="+".join)
-def test_a_run_begins_with_what_load_contents_names_and_refuses_to_go_on_without_weights(saved, load):
+def test_a_start_loads_exactly_load_contents_and_requires_weights(saved, load):
     config, state, _ = saved
     begin_at(config, step_dir(config.run_dir, 3), load)
     backend = make_backend(2, train_steps=1)
@@ -136,7 +136,7 @@ def test_a_run_begins_with_what_load_contents_names_and_refuses_to_go_on_without
         assert equal_bits(after[item], state[item] if item in load else own[item])
 
 
-def test_a_restart_reads_all_that_was_saved_whatever_load_contents_says(saved, caplog):
+def test_a_restart_loads_everything_and_ignores_load_contents(saved, caplog):
     """Regression: `load_contents` once left out optimizer and schedule at each restart, so a crash changed the run."""
     config, state, generators = saved
     for load in (None, ["model"]):
@@ -159,7 +159,7 @@ def test_a_changed_seed_gives_other_generators(saved):
         assert equal_bits(rng_state(), generators) == same
 
 
-def test_a_run_that_began_with_a_part_restarts_from_its_own_saves_with_all(tmp_path, saved, trained, caplog):
+def test_a_run_started_with_load_contents_restarts_from_all_of_its_own_saves(tmp_path, saved, trained, caplog):
     config = make_config(tmp_path)
     begin_at(config, step_dir(saved[0].run_dir, 3), ["model"])
     for _ in range(2):  # until its first save, the run starts from the other run's checkpoint each time
@@ -176,7 +176,7 @@ def test_a_run_that_began_with_a_part_restarts_from_its_own_saves_with_all(tmp_p
     assert "continues without" not in caplog.text
 
 
-def test_a_run_that_does_not_save_all_is_told_at_a_restart(tmp_path, trained, caplog):
+def test_a_restart_warns_of_parts_that_were_not_saved(tmp_path, trained, caplog):
     config = make_config(tmp_path)
     config.checkpoint.contents = ["model"]
     make_checkpointer(config, trained, 3).save(3)
@@ -197,7 +197,7 @@ def test_training_goes_on_from_a_resume_as_if_it_had_never_stopped(saved):
 
 
 @pytest.mark.parametrize("item", CONTENTS)
-def test_asking_for_what_is_not_there_names_it(tmp_path, trained, item):
+def test_a_part_missing_from_the_checkpoint_is_named(tmp_path, trained, item):
     config = make_config(tmp_path)
     config.checkpoint.contents = [other for other in CONTENTS if other != item]
     make_checkpointer(config, trained, 3).save(3)
@@ -212,7 +212,7 @@ def test_asking_for_what_is_not_there_names_it(tmp_path, trained, item):
     assert equal_bits(whole_state(backend), state)
 
 
-def test_a_role_that_is_not_there_is_named(saved):
+def test_a_missing_role_is_named(saved):
     config, _, _ = saved
     with pytest.raises(UserError, match="has no critic; it holds actor"):
         resume(config, {"critic": PlainRole()})
@@ -232,7 +232,7 @@ def test_another_architecture_is_refused_with_names_and_shapes(tmp_path, item):
         load_state(FileLocations.whole(checkpoint, verify(checkpoint)), state, [item], 1, Coordinator(GlooTransport()))
 
 
-def test_another_configuration_is_told_from_a_harmless_one(saved):
+def test_a_changed_setting_is_an_error_and_a_harmless_change_is_not(saved):
     config, _, _ = saved
     changed = make_config(config.run_dir.parents[1])
     changed.checkpoint.contents = list(CONTENTS)
@@ -334,7 +334,7 @@ def test_the_export_is_in_the_type_that_is_asked_for_and_training_goes_on_in_its
     assert ("weights in" in caplog.text and "were rounded to" in caplog.text) == (dtype != "float32")
 
 
-def test_a_file_that_was_put_beside_the_export_is_not_read(tmp_path, trained):
+def test_extra_files_in_the_export_folder_are_not_read(tmp_path, trained):
     config = make_config(tmp_path)
     config.checkpoint.contents = ["hf_model"]
     folder = make_checkpointer(config, trained, 3).save(3).path / "actor/huggingface"

@@ -143,7 +143,7 @@ def test_each_change_is_written_once_and_linked_from_then_on(config, processes, 
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_reference_that_no_checkpoint_uses_is_gone(config, world_size):
+def test_a_reference_that_no_checkpoint_uses_is_deleted(config, world_size):
     config.checkpoint.max_to_keep = 2
     ranks(world_size, train, config, 10)
     with weights(config, 10).open("rb") as file:
@@ -218,7 +218,7 @@ def test_another_world_size_reads_and_links_what_the_first_one_wrote(config):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_source_that_is_gone_is_written_instead(config, world_size):
+def test_a_reference_whose_link_source_is_gone_is_written(config, world_size):
     ranks(world_size, train, config, 8, 8)
     manifest = verify(step_dir(config.run_dir, 8))
     assert manifest.linked == {}
@@ -309,7 +309,7 @@ def test_a_kill_between_links_leaves_all_as_it_was(config, processes):
 
 
 @pytest.mark.parametrize("contents", [["model"], ["hf_model"], ["model", "optimizer", "extra", "hf_model"], ["extra"]])
-def test_it_is_in_every_checkpoint_that_has_weights(config, contents):
+def test_the_reference_is_in_every_checkpoint_with_weights(config, contents):
     config.checkpoint.contents = contents
     train(0, config, 2)
     has_weights = {"model", "hf_model"} & set(contents)
@@ -334,7 +334,7 @@ def test_a_checkpoint_without_the_reference_that_is_asked_for_is_refused(config,
     assert reference.updated_at == 0
 
 
-def test_step_0_is_a_checkpoint_like_any_other(config):
+def test_a_checkpoint_of_step_0_is_restored_and_linked_like_others(config):
     config.checkpoint.max_to_keep = 2
     driver, reference = make_driver(), PlainReference()
     parts = {"reference": reference}

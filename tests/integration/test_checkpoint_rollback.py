@@ -125,7 +125,7 @@ def roll_back_past_damage(rank: int, config: Config) -> tuple[bool, int, bool]:
     return run.checkpointer.resume(), run.driver.step, equal_bits(run.everything(), first)
 
 
-def test_a_roll_back_goes_past_a_damaged_checkpoint(tmp_path):
+def test_a_roll_back_skips_a_damaged_checkpoint(tmp_path):
     config = make_config(tmp_path)
     results = run_ranks(2, roll_back_past_damage, config, deadline_s=DEADLINE_S, join=tmp_path / "join")
     # Both roles fall back to step 1, although only the critic's file was damaged.
@@ -141,6 +141,6 @@ def no_checkpoint(rank: int, config: Config) -> bool:
     return equal_bits(run.everything(), before)
 
 
-def test_without_a_checkpoint_nothing_is_touched(tmp_path):
+def test_a_roll_back_without_a_checkpoint_changes_nothing(tmp_path):
     join = Path(tempfile.mkdtemp(dir=tmp_path))
     assert run_ranks(1, no_checkpoint, make_config(tmp_path), deadline_s=DEADLINE_S, join=join) == [True]

@@ -1,4 +1,4 @@
-"""Checkpoints of tensors that are sharded by columns, or by rows and columns: any sharding loads what any other saved,
+"""Checkpoints of tensors that are sharded by columns, or by rows and columns: every sharding loads every other,
 and exports have whole tensors."""
 
 import math
@@ -115,12 +115,12 @@ def saved(tmp_path_factory) -> dict[str, Config]:
 
 @pytest.mark.parametrize("contents", [["model", "optimizer"], ["hf_model"]], ids=["own", "hf"])
 @pytest.mark.parametrize(("writer", "reader"), product(CUTS, CUTS))
-def test_any_cut_opens_what_any_other_wrote(saved, writer, reader, contents):
+def test_every_sharding_loads_every_other_sharding(saved, writer, reader, contents):
     assert run_thread_ranks(CUTS[reader], load, saved[writer], reader, contents) == [True] * CUTS[reader]
 
 
 @pytest.mark.parametrize("writer", CUTS)
-def test_other_tools_get_whole_tensors(saved, writer):
+def test_the_export_has_whole_tensors(saved, writer):
     folder = step_dir(saved[writer].run_dir, 1) / "actor/huggingface"
     expected = tensors(1)
     in_files = {name: t for name, t in expected.items() if name != "experts"}
@@ -159,7 +159,7 @@ def of_dtensors(rank: int) -> dict[str, Any]:
     return {"shards": shards, "saved": saved}
 
 
-def test_sharded_tensors_of_torch_are_boxes(tmp_path):
+def test_sharded_dtensors_become_boxes(tmp_path):
     for rank, found in enumerate(run_ranks(4, of_dtensors, deadline_s=60, join=tmp_path)):
         shards = found["shards"]
         row, column = divmod(rank, 2)

@@ -205,7 +205,7 @@ def test_a_mistake_is_one_line_without_traceback(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_cfg_job_leaves_what_is_missing_and_says_so(capsys):
+def test_cfg_job_prints_missing_settings_as_question_marks(capsys):
     assert train.main(["--cfg", "job", "recipes=minimal", "trainer.seed=9"]) == EXIT_DONE
     out, err = capsys.readouterr()
     assert "path: ???" in out.replace("'", "")
@@ -213,7 +213,7 @@ def test_cfg_job_leaves_what_is_missing_and_says_so(capsys):
     assert [line.partition(" ")[0] for line in err.splitlines()] == ["data.train_files", "model.path"]
 
 
-def test_cfg_job_refuses_what_a_run_refuses(capsys):
+def test_cfg_job_rejects_the_settings_that_a_run_rejects(capsys):
     assert train.main(["--cfg", "job", "rollout.n=1"]) == EXIT_USER_ERROR
     out, err = capsys.readouterr()
     assert "  n: 1\n" in out

@@ -165,7 +165,7 @@ def test_an_entry_that_a_recipe_replaces(user_dir, capsys):
     assert kept == compose("recipes=mine", config_dir=user_dir)
 
 
-def test_a_file_may_choose_entries_as_the_command_does(user_dir, capsys):
+def test_a_recipe_may_choose_group_entries(user_dir, capsys):
     (user_dir / "recipes" / "mine.yaml").write_text(
         P + "algorithm: ppo\nmodel: tiny\ndata: reasoning_gym\ntrainer:\n  seed: 5\n"
     )
@@ -241,14 +241,14 @@ def test_broken_recipes(capsys, user_dir, text, message):
     assert "\n" not in error
 
 
-def test_a_name_that_is_taken_is_refused(capsys, user_dir):
+def test_a_recipe_with_a_bundled_name_is_rejected(capsys, user_dir):
     file = user_dir / "recipes" / "offline.yaml"
     file.write_text(P)
     error = command_error(capsys, "--config-dir", str(user_dir), "recipes=offline")
     assert error.startswith(f"{file}: recipes=offline already means {RECIPES['offline']}")
 
 
-def test_a_recipe_in_another_place_is_found(capsys, tmp_path, monkeypatch):
+def test_a_recipe_outside_the_recipes_folder_gets_a_hint(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(GLOBAL_PACKAGE)
     for argv in (["recipes=mine"], ["--config-dir", ".", "recipes=mine"]):

@@ -95,7 +95,7 @@ def test_a_continued_response_equals_an_uninterrupted_one(family: str) -> None:
 
 
 @in_float64()
-def test_versions_and_observations_go_on() -> None:
+def test_a_continued_response_keeps_versions_and_observations() -> None:
     engine = engine_of()
     [whole] = engine.generate([replace(PROMPTS[0], params=PARAMS)], seed=1, step=2)
     so_far = replace(head(whole, 6, version=3), observations=((4, 6),))
@@ -118,7 +118,7 @@ def test_the_whole_response_counts_for_max_tokens() -> None:
         engine.generate([replace(request, response=head(whole, 8))], seed=0, step=0)
 
 
-def test_a_stop_string_may_cross_the_seam_but_not_an_observation() -> None:
+def test_a_stop_string_may_span_the_continuation_but_not_an_observation() -> None:
     engine = engine_of()
     free = SamplingParams(temperature=3.0, max_tokens=40, ignore_eos=True)
     [unstopped] = engine.generate([replace(PROMPTS[0], params=free)], seed=0, step=0)
@@ -147,7 +147,7 @@ def test_siblings_with_responses_share_no_prefill() -> None:
 
 
 @in_float64()
-def test_a_generation_ends_with_the_wanted_groups_and_goes_on_later() -> None:
+def test_generation_stops_after_the_wanted_groups_and_continues_later() -> None:
     params = SamplingParams(max_tokens=60, temperature=3.0)
     requests = asking(PROMPTS, params, 2)
     requests += [replace(prompt, params=replace(params, temperature=0.0), sample=2) for prompt in PROMPTS]

@@ -187,7 +187,7 @@ def fail_on_rank_1(rank: int) -> None:
     coordinator.all_gather(rank)
 
 
-def test_a_rank_that_fails_fails_the_test(start: Start):
+def test_an_exception_on_a_rank_fails_the_test(start: Start):
     with pytest.raises(AssertionError, match=r"rank 1:\n(.|\n)*ValueError: wrong"):
         start(2, fail_on_rank_1)
 
@@ -196,7 +196,7 @@ def stay(rank: int, seconds: float) -> None:
     time.sleep(seconds * rank)
 
 
-def test_a_rank_that_stays_fails_the_test(tmp_path):
+def test_a_rank_that_does_not_end_fails_the_test(tmp_path):
     with pytest.raises(AssertionError, match=r"ranks \{1\} are still there after 0\.5 s"):
         run_thread_ranks(2, stay, 1.0, deadline_s=0.5)
     # In new processes the imports take longer, so rank 0 may not have ended either.
@@ -239,7 +239,7 @@ def own_things(rank: int, settings: dict[str, int]) -> tuple[Any, ...]:
     return settings, heard, logged, clock.startswith("replaced by")
 
 
-def test_threads_hear_and_replace_what_is_their_own(monkeypatch):
+def test_events_and_patches_of_thread_ranks_are_separate(monkeypatch):
     monkeypatch.setattr(events, "nothing", None, raising=False)
     listeners, settings = list(events._listeners), {"rank": 9}
     outcomes = run_thread_ranks(2, own_things, settings)
@@ -254,12 +254,12 @@ def unsendable(rank: int, path: Path) -> None:
     make_coordinator().all_gather(lambda: path)
 
 
-def test_what_the_ranks_cannot_encode_cannot_travel(start: Start, tmp_path):
+def test_objects_that_cannot_be_encoded_are_rejected(start: Start, tmp_path):
     with pytest.raises(AssertionError, match=r"cannot send an object of type builtins\.function"):
         start(2, unsendable, tmp_path)
 
 
-def test_a_world_of_one_needs_no_group():
+def test_a_single_process_needs_no_process_group():
     coordinator = Coordinator(GlooTransport())
     unsendable = object()
     assert coordinator.all_gather(unsendable) == [unsendable]

@@ -26,7 +26,7 @@ from tests.support.engines import (
     NEEDS_DEEPSPEED,
     OPTIM,
     accumulate,
-    apart_in_float64,
+    allowed_float64_difference,
     engines_in_float64,
     gathered,
     logits_of,
@@ -54,7 +54,7 @@ CASES = [
 # change advantages only, which no engine computes.
 STAGE_OF_SETTINGS = "zero2"
 SETTINGS_CASES = [case for case in REJECTING_CASES | ENTROPY_CASES | SHUFFLED_CASES if case not in CASES]
-UPDATES_APART = apart_in_float64(steps=6, grad_clip=1.0)
+UPDATES_APART = allowed_float64_difference(steps=6, grad_clip=1.0)
 """Computed for `grad_clip=1`, and valid for the cases with a larger `grad_clip`, which clip nothing."""
 EVERYTHING = ["model", "optimizer", "extra", "hf_model"]
 SAVED = [["model"], ["hf_model", "extra"], ["hf_model", "optimizer"]]
@@ -200,7 +200,7 @@ def skipped_step(backend: TrainingBackend, bad: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_a_norm_that_is_not_finite_moves_nothing(found, kind):
+def test_a_gradient_norm_that_is_not_finite_skips_the_step(found, kind):
     skipped = {"finite": False, "lr": found[kind]["ends"][0]["figures"][0]["lr"]}
     for step in found[kind]["skipped"]:
         assert equal_bits(step, skipped | found[kind]["resumed"])
@@ -291,7 +291,7 @@ def test_full_tensors_are_the_float32_weights_bit_for_bit(found, kind):
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_full_tensors_in_the_engines_type_are_those_cast(found, kind):
+def test_full_tensors_in_bfloat16_are_the_cast_float32_weights(found, kind):
     """Below ZeRO 3 in bfloat16, these are the module's own tensors, so no rank gathers them."""
     run = found[kind]["whole_tensors"]
     assert equal_bits(run["cast"], {name: tensor.to(torch.bfloat16) for name, tensor in run["full"].items()})
@@ -309,7 +309,7 @@ def followed(kind: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_reference_follows_the_actor(found, stage):
-    apart = apart_in_float64(steps=2, grad_clip=0.5)
+    apart = allowed_float64_difference(steps=2, grad_clip=0.5)
     torch.testing.assert_close(found[stage]["reference"], found["fsdp2"]["reference"], rtol=0, atol=apart)
 
 
@@ -336,7 +336,7 @@ def decayed_otherwise(kind: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", *STAGES])
-def test_parameter_groups_are_not_seen_in_a_checkpoint(found, kind):
+def test_parameter_groups_do_not_affect_checkpoints(found, kind):
     run = found[kind]["decayed_otherwise"]
     assert run.pop("groups") == [[0.1], [0.1, 0.0]]
     assert equal_bits(run, found[kind]["saved"])
@@ -356,7 +356,7 @@ def spread(backend: TrainingBackend) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ZERO)
-def test_the_ranks_share_what_is_saved(found, kind):
+def test_the_ranks_divide_the_saved_bytes(found, kind):
     counts = found[kind]["spread"]
     assert sum(counts) == sum(found["fsdp2"]["spread"])
     assert counts[0] == sum(counts) if kind.startswith("zero0") else max(counts) < 1.1 * sum(counts) / len(counts)

@@ -27,7 +27,7 @@ DAPO = ("algorithm=dapo", "data.gen_batch_size=12", "ref.update_freq=2", "model.
     [(2, 2, "none", PPO), (1, 3, "bfloat16", DAPO)],
     ids=["ppo_zero2", "dapo_zero3_bfloat16_on_one_rank"],
 )
-def test_a_killed_rank_changes_nothing(tmp_path, nproc, stage, autocast, algorithm):
+def test_a_run_with_a_killed_rank_ends_with_the_same_bits(tmp_path, nproc, stage, autocast, algorithm):
     sums = write_sums(tmp_path / "sums.jsonl")
     engine = ["backend=deepspeed", f"backend.zero_stage={stage}", f"backend.autocast={autocast}"]
     settings = [f"trainer.nproc={nproc}", *engine, *algorithm]

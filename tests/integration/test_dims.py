@@ -38,7 +38,7 @@ def test_each_purpose_has_its_group(tmp_path):
         assert found["replica"] == (rank % 2, mine, mine)
 
 
-def test_a_process_by_itself_is_everyone():
+def test_a_single_process_is_its_own_group():
     single = dims.data()
     assert (single.rank, single.size, single.of(["its own"])) == (0, 1, ["its own"])
 
@@ -69,7 +69,7 @@ def test_how_torch_distributed_may_be_imported():
         assert used_of_torch_distributed(code) == {"get_rank"}
 
 
-def test_only_the_ranks_ask_for_ranks_and_groups():
+def test_only_rlhf_ranks_uses_groups_of_torch_distributed():
     users = {}
     for path in PACKAGE.rglob("*.py"):
         name = path.relative_to(PACKAGE).as_posix()

@@ -45,7 +45,7 @@ def look(rank: int, tmp_path: Path, nodes: list[int]) -> tuple[list[int], list[i
 @pytest.mark.parametrize(
     ("nodes", "domains"), [([0, 0], [0, 0]), ([0, 1], [0, 1]), ([0, 1, 0, 1], [0, 1, 0, 1]), ([2, 1, 1], [0, 1, 1])]
 )
-def test_who_shares_a_disk_is_found_out(tmp_path, nodes, domains):
+def test_ranks_detect_which_ranks_share_a_disk(tmp_path, nodes, domains):
     leaders = sorted(set(domains))
     for rank, seen in enumerate(run_thread_ranks(len(nodes), look, tmp_path, nodes)):
         assert seen[:4] == (domains, leaders, rank in leaders, leaders)
@@ -65,7 +65,7 @@ def go_on(rank: int, config: Config) -> list[str]:
     return sorted(path.name for path in config.run_dir.iterdir())
 
 
-def test_no_token_is_left_when_the_first_rank_goes_on(tmp_path):
+def test_the_first_rank_removes_no_token_in_use(tmp_path):
     """Regression: the first rank once removed tokens in use, and half of the starts of eight ranks failed."""
     assert run_thread_ranks(4, go_on, on_node(tmp_path, 0)) == [[]] * 4
 
@@ -118,7 +118,7 @@ def test_each_disk_has_its_part_and_nodes_may_be_swapped(tmp_path):
         assert [files_of(step_dir(run_dir, 5)) for run_dir in run_dirs] == files
 
 
-def test_a_swapped_run_goes_on_saving(tmp_path, monkeypatch):
+def test_a_run_with_swapped_nodes_continues_saving(tmp_path, monkeypatch):
     monkeypatch.setattr(preparation, "PART", 5)  # send the history, which follows the driver, in small parts
     run_thread_ranks(2, save, tmp_path, [0, 1], 2)
     saved = run_thread_ranks(2, save, tmp_path, [1, 0], 2)
@@ -202,7 +202,7 @@ def finished(rank: int, tmp_path: Path, nodes: list[int]) -> int | None:
     return finished_step(config, coordinator)
 
 
-def test_a_finished_run_is_known_as_such(tmp_path):
+def test_a_finished_run_is_recognised_on_separate_disks(tmp_path):
     run_thread_ranks(2, save, tmp_path, [0, 1], 1)
     assert run_thread_ranks(2, finished, tmp_path, [0, 1]) == [None, None]
     run_thread_ranks(2, save, tmp_path, [0, 1], 1)

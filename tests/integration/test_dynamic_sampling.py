@@ -174,7 +174,7 @@ def test_every_step_is_that_of_the_plain_way(ranks, plain, name, world_size):
 
 
 @pytest.mark.parametrize("name", ["refilled", "lengths make the difference"])
-def test_groups_stay_where_they_were_generated(ranks, plain, name):
+def test_groups_stay_on_the_rank_that_generated_them(ranks, plain, name):
     drawn = (DEFAULTS | SCENARIOS[name][1])["drawn"]
     counts = []
     for number, expected in enumerate(plain[name]):
@@ -209,7 +209,7 @@ def same_tensors(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_what_is_loaded_takes_the_place_of_what_was_held():
+def test_loaded_groups_replace_carried_groups():
     collector = build(new_driver(), Coordinator(GlooTransport()))
     assert collector.tensors() == {}
     collector.load_tensors([to_tensors([group(5), group(9)]), {}, to_tensors([group(2)])])
@@ -262,7 +262,7 @@ def test_without_dynamic_sampling_nothing_is_carried_over(caplog):
     assert "algorithm.filter_groups.enable=false" in caplog.text
 
 
-def test_what_is_left_out_is_neither_held_nor_drawn():
+def test_skipped_prompts_are_neither_carried_nor_drawn():
     collector = build(new_driver(), Coordinator(GlooTransport()))
     collector.load_tensors([to_tensors([group(5), group(9)])])
     collector.skip_to(None)
@@ -273,7 +273,7 @@ def test_what_is_left_out_is_neither_held_nor_drawn():
     assert [drawn.uid for drawn in collector.prompts.next(2)] == [30, 31]
 
 
-def test_weights_are_taken_once_per_version_unless_forgotten():
+def test_weights_are_synced_once_per_version_unless_invalidated():
     driver = new_driver()
     collector = build(driver, Coordinator(GlooTransport()))
     sampler, requests = collector.generation.sampler, collector.generation.requests(collector.prompts.next(4))

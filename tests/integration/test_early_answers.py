@@ -24,7 +24,7 @@ sys.exit(code)
 @pytest.mark.parametrize(
     "argument", ["trainer.nproq=2", "trainer.nproc=abc", "rollout.n=1", "recipes=nope", "--help", "--info"]
 )
-def test_answers_before_anything_heavy_is_imported(tmp_path, argument):
+def test_help_and_errors_appear_before_heavy_imports(tmp_path, argument):
     done = run(tmp_path, "-c", RUN_AND_LIST_MODULES, argument)
     assert done.returncode == (EXIT_DONE if argument.startswith("--") else EXIT_USER_ERROR), done.stderr
 

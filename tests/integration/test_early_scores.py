@@ -170,6 +170,6 @@ def test_an_error_of_an_early_score_reaches_the_rank_once(caplog):
     assert "the function is broken" not in caplog.text
 
 
-def test_an_error_that_does_not_come_again_is_logged(caplog):
+def test_a_reward_error_that_does_not_recur_is_logged(caplog):
     collect(in_process(Broken(once=True)), **EMBEDDED)
     assert caplog.text.count("not when computed again: the function is broken") == 1

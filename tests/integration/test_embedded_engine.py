@@ -205,7 +205,7 @@ def test_log_probs_equal_a_full_forward_pass(family: str, attention: str, tokeni
         assert_log_probs(sample, reference)
 
 
-def test_requests_that_are_sampled_otherwise_share_no_batch(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_requests_with_other_sampling_parameters_are_batched_separately(tokenizer: PreTrainedTokenizerFast) -> None:
     engine, drawn, greedy = (
         EmbeddedEngine(make_model(FAMILIES["llama"]), tokenizer, 6),
         SamplingParams(max_tokens=12),
@@ -275,7 +275,7 @@ def test_the_same_call_is_bit_identical_and_other_coordinates_differ(tokenizer: 
     assert len({tuple(s.token_ids.tolist()) for s in first[:4]}) > 1
 
 
-def test_a_diverged_sample_leaves_nothing_to_the_next_in_its_place() -> None:
+def test_nan_in_a_cache_slot_does_not_reach_the_next_sample() -> None:
     """A masked NaN in the cache would still reach the attention's output, because 0 times NaN is NaN."""
 
     def prefilled(length: int, value: float) -> RowCache:
@@ -302,7 +302,7 @@ def test_top_k_1_is_greedy(tokenizer: PreTrainedTokenizerFast) -> None:
     assert all(lp == 0 for s in top_1 for lp in s.log_probs.tolist())
 
 
-def test_the_smallest_call_and_no_call(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_empty_and_minimal_calls(tokenizer: PreTrainedTokenizerFast) -> None:
     engine = EmbeddedEngine(make_model(FAMILIES["gpt2"]), tokenizer, 4)
     assert sampled(engine, [], SamplingParams(), seed=0, step=0) == []
     [sample] = sampled(engine, [Request(5, [3])], SamplingParams(max_tokens=1), seed=0, step=0)
@@ -400,7 +400,7 @@ def test_weights_that_the_engine_does_not_hold_after_a_hand_over_are_named(
     assert engine.version == 2
 
 
-def test_the_engine_owns_a_copy_in_its_dtype(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_engine_has_a_copy_of_the_policy_in_its_dtype(tokenizer: PreTrainedTokenizerFast) -> None:
     policy = make_model(FAMILIES["qwen2"])
     engine = build_embedded_engine(policy, tokenizer, RolloutConfig(dtype="bfloat16"))
     assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
@@ -426,7 +426,7 @@ def test_lengths_beyond_the_models_positions_are_refused(tokenizer: PreTrainedTo
         )
 
 
-def test_architectures_with_other_state_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_architectures_without_a_kv_cache_are_rejected(tokenizer: PreTrainedTokenizerFast) -> None:
     model = AutoModelForCausalLM.from_config(
         MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4)
     )

@@ -43,7 +43,7 @@ def sampler_of(engine: Any, seed: int = 1) -> PolicySampler:
     return PolicySampler(engine, make_engine("fsdp2", seed), seed=0)
 
 
-def test_an_engine_that_keeps_its_tensors_passes_and_is_asked_once(monkeypatch: pytest.MonkeyPatch):
+def test_an_engine_that_keeps_its_tensors_is_probed_once(monkeypatch: pytest.MonkeyPatch):
     with single_rank():
         expected = sampler_of(Watched(monkeypatch, False).engine).generate([REQUEST], version=2, step=3)
         watched = Watched(monkeypatch, True)
@@ -56,7 +56,7 @@ def test_an_engine_that_keeps_its_tensors_passes_and_is_asked_once(monkeypatch: 
     assert probe_request().params.max_tokens == RESPONSE
 
 
-def test_an_engine_that_keeps_its_weights_asleep_is_not_asked(monkeypatch: pytest.MonkeyPatch):
+def test_an_engine_that_keeps_its_weights_in_sleep_is_not_probed(monkeypatch: pytest.MonkeyPatch):
     watched = Watched(monkeypatch, False)
     with single_rank():
         sampler_of(watched.engine).generate([], version=0, step=1)

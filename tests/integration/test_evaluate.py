@@ -157,7 +157,7 @@ def test_heads_that_vllm_cannot_split_are_an_error_before_the_start():
     says(str(raised.value), "rollout.tensor_model_parallel_size=77", "attention heads", str(config.model.path))
 
 
-def test_an_adapter_alone_is_no_target(tmp_path, capsys):
+def test_an_adapter_folder_without_its_base_is_rejected(tmp_path, capsys):
     (tmp_path / "adapter_config.json").write_text("{}")
     assert main([str(tmp_path), "recipes=offline"]) == EXIT_USER_ERROR
     says(capsys.readouterr().err, str(tmp_path), "base model", f"model.lora.path={tmp_path}")
@@ -170,7 +170,7 @@ def test_torchrun_evaluates_one_target(monkeypatch, capsys):
     says(capsys.readouterr().err, "torchrun", "one target")
 
 
-def test_entries_and_recipes_change_a_stored_configuration_where_they_say_so():
+def test_entries_and_recipes_override_only_their_settings_of_a_stored_run():
     library = Library.find(None)
     run = composition(["recipes=offline", "rollout.n=4", "actor.optim.lr=3e-3"], library).resolved()
 

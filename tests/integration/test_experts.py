@@ -116,7 +116,7 @@ def found(model) -> list[dict[str, dict[str, Any]]]:
 
 @NEEDS_DEEPSPEED
 @pytest.mark.parametrize("what", ["engine holds", "resumed", "resharded", "from files"])
-def test_every_engine_keeps_all_bits(found, what):
+def test_every_engine_saves_and_loads_experts_bit_for_bit(found, what):
     for of_rank in found:
         assert {kind: of_rank[kind][what] for kind in KINDS} == dict.fromkeys(KINDS, True)
 
@@ -126,7 +126,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 @NEEDS_DEEPSPEED
-def test_what_is_saved_untrained_is_the_folder_that_was_loaded(found, model):
+def test_an_untrained_export_equals_the_loaded_folder(found, model):
     for kind in KINDS:
         steps = config_of(model, kind).run_dir
         assert equal_bits(tensors(steps / "global_step_1" / "actor" / "huggingface"), tensors(model))

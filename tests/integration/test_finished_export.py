@@ -87,7 +87,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in files_of(folder)}
 
 
-def test_finished_run_writes_what_it_is_asked_for_once(tmp_path, log):
+def test_finished_run_writes_the_requested_export_once(tmp_path, log):
     role = TinyRole()
     config = finished(tmp_path, role=role)
     checkpoint = step_dir(config.run_dir, STEPS)
@@ -149,7 +149,7 @@ def killed_at(rank: int, run_dir: Path, settings: CheckpointConfig, event: str) 
 
 
 @pytest.mark.parametrize("event", ["target.synced", "target.replaced"])
-def test_export_that_is_killed_leaves_nothing_half_and_is_made_again(tmp_path, event):
+def test_killed_export_leaves_no_partial_folder_and_is_repeated(tmp_path, event):
     config = finished(tmp_path)
     target, settings = config.run_dir / "huggingface", replace(config.checkpoint, contents=["model", "hf_model"])
     export_finished(config.run_dir, settings, STEPS)
@@ -177,7 +177,7 @@ def test_finished_run_on_a_disk_that_is_read_only_says_how_to_export_it(tmp_path
         assert log.text.count("TARGET") == 1
 
 
-def test_nothing_is_explained_on_such_a_disk_where_the_model_is_there(tmp_path, log):
+def test_no_export_hint_is_logged_if_the_export_exists(tmp_path, log):
     config = finished(tmp_path, ASKED)
     explain_no_export(config.run_dir, config.checkpoint, STEPS)
     assert f"The model for other tools is in {step_dir(config.run_dir, STEPS)}/actor/huggingface." in log.text
@@ -186,7 +186,7 @@ def test_nothing_is_explained_on_such_a_disk_where_the_model_is_there(tmp_path, 
     assert "TARGET" in log.text
 
 
-def test_part_on_another_disk_is_told_with_the_verb_for_it(tmp_path, log):
+def test_missing_parts_on_other_disks_are_logged_with_the_merge_command(tmp_path, log):
     config = finished(tmp_path)
     (step_dir(config.run_dir, STEPS) / "actor/model/rank_00000.safetensors").unlink()
     export_finished(config.run_dir, replace(config.checkpoint, contents=["hf_model"]), STEPS)

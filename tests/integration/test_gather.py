@@ -20,7 +20,7 @@ from rlhf.rollout.embedded import build_embedded_engine
 from rlhf.storage.shards import Shard
 from tests.support.checkpoints import equal_bits, run_ranks
 from tests.support.engines import make_engine, train
-from tests.support.fake_ranks import one_of
+from tests.support.fake_ranks import fake_process_group
 from tests.support.tiny_updates import tiny_qwen2
 
 TOKENIZER = SimpleNamespace(eos_token_id=1)
@@ -87,7 +87,7 @@ def test_a_cast_before_the_gather_equals_one_after_it_with_half_the_bytes(tmp_pa
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_rank_gets_the_whole_to_the_bit_and_in_order(world_size: int, tmp_path: Path) -> None:
+def test_every_rank_receives_whole_tensors_bit_for_bit_in_order(world_size: int, tmp_path: Path) -> None:
     for bucket_bytes in (1, 100, 1 << 20):
         join = tmp_path / str(bucket_bytes)
         function = partial(gathered, world_size=world_size, bucket_bytes=bucket_bytes)
@@ -153,7 +153,7 @@ def work(world_size: int, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) ->
 
     def with_bounds(ranks: RankGroup, sent: Tensor) -> Tensor:
         every = gather_from(ranks, sent)
-        if sent.dtype == torch.int64:  # `one_of` repeats this rank's bounds for all ranks: set the others'
+        if sent.dtype == torch.int64:  # `fake_process_group` repeats this rank's bounds for all ranks: set the others'
             every[..., 0] = torch.arange(world_size)[:, None] * sent[:, 1]
         return every
 
@@ -162,7 +162,7 @@ def work(world_size: int, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) ->
         calls += event in ("call", "c_call")
 
     shards = [(f"{i}", Shard((world_size, 4), (0, 0), torch.ones(1, 4))) for i in range(20)]
-    with one_of(world_size), monkeypatch.context() as patch, Operations() as operations:
+    with fake_process_group(world_size), monkeypatch.context() as patch, Operations() as operations:
         patch.setattr(gather, "gather_from", with_bounds)
         sys.setprofile(count)
         try:
@@ -175,7 +175,7 @@ def work(world_size: int, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
-def test_the_work_does_not_grow_with_the_ranks(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_work_of_a_gather_does_not_grow_with_the_ranks(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     work(8, bucket_bytes, monkeypatch)  # the first call also imports modules, which must not count
     few, many = (work(ranks, bucket_bytes, monkeypatch) for ranks in (8, 512))
     assert few == many

@@ -82,7 +82,7 @@ def test_stop_ends_the_run_with_the_evidence_and_no_restart(tmp_path, sums):
     assert "guards.max_kl" in end.output
 
 
-def test_a_run_that_has_trained_nothing_does_not_end_as_done(tmp_path, sums):
+def test_a_run_whose_batches_are_all_rejected_ends_with_an_error(tmp_path, sums):
     loss = tmp_path / "nothing.py"
     loss.write_text(
         "from rlhf.algorithms.losses import PolicyLoss\n\n"
@@ -104,7 +104,7 @@ def test_a_run_that_has_trained_nothing_does_not_end_as_done(tmp_path, sums):
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_roll_backs_leave_out_the_data_and_end_when_they_do_not_help(tmp_path, sums, nproc):
+def test_roll_backs_skip_the_batch_and_end_the_run_after_max_events(tmp_path, sums, nproc):
     overrides = (*TIGHT, "guards.action=rollback", "guards.max_events=3", "trainer.save_freq=1")
     end = ranks(tmp_path / "log", small(tmp_path, "back", sums, *overrides), nproc=nproc)
     assert end.code == EXIT_USER_ERROR, end.output

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard as OnDimension
 from rlhf.backends.base import TrainingBackend
 from rlhf.backends.fsdp2 import Fsdp2Backend
 from rlhf.config import Config
-from tests.support.adapted_engines import ADAPTED, either_engine
+from tests.support.adapted_engines import ADAPTED, engine_with_or_without_adapters
 from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, resume, run_ranks
 from tests.support.engines import ENGINES, NEEDS_DEEPSPEED, accumulate, state_of, train
 from tests.support.in_float64 import TOLERANCE, in_float64
@@ -44,7 +44,7 @@ def save(backend: TrainingBackend, config: Config) -> list[int]:
 
 def opened(config: Config, kind: str) -> dict[str, Any]:
     """Return the state of a new engine that loads the newest checkpoint, and its gathered full tensors."""
-    backend = either_engine(kind, seed=2)
+    backend = engine_with_or_without_adapters(kind, seed=2)
     assert resume(config, backend) == 2
     return seen(backend)
 
@@ -60,7 +60,7 @@ def on_four(rank: int, folder: str) -> dict[str, Any]:
 @in_float64()
 def exactly(name: str) -> dict[str, Any]:
     """Return the first gradient, and the metrics and the final state of three steps."""
-    backend = either_engine(name, seed=1)
+    backend = engine_with_or_without_adapters(name, seed=1)
     assert isinstance(backend, Fsdp2Backend)
     accumulate(backend, 0)
     held = {name: p for name, p in backend.module.named_parameters() if p.grad is not None}
@@ -74,14 +74,14 @@ def of_all_or_adapters(folder: str, trained: str) -> dict[str, Any]:
     kinds = [kind + trained for kind in KINDS]
     results: dict[str, Any] = {"exactly": {kind: exactly(name) for kind, name in zip(KINDS, kinds, strict=True)}}
     for kind, name in zip(KINDS, kinds, strict=True):
-        backend = either_engine(name, seed=1)
+        backend = engine_with_or_without_adapters(name, seed=1)
         train(backend, 0, 1)
         results[kind] = {"written": save(backend, config_of(folder, name, name))}
         results[kind]["state"] = seen(backend)
         results[kind]["copies"] = {name: shard.local.clone() for name, shard in backend.model_shards().items()}
         train(backend, 2)
         results[kind]["end"] = state_of(backend)
-    other = either_engine(kinds[1], seed=2)
+    other = engine_with_or_without_adapters(kinds[1], seed=2)
     assert resume(config_of(folder, kinds[1], kinds[1]), other) == 2
     train(other, 2)
     results["resumed"] = state_of(other)
@@ -120,7 +120,7 @@ def test_the_replicas_hold_the_same_bits(found, trained):
 
 
 @WHOLE_AND_ADAPTERS
-def test_the_replicas_share_what_is_written(found, trained):
+def test_the_replicas_divide_the_written_bytes(found, trained):
     written, whole = found[0][trained]["hsdp"]["written"], sum(found[0][trained]["fsdp2"]["written"])
     assert sum(written) == whole
     assert max(written) < 1.3 * whole / 4
@@ -132,20 +132,20 @@ def test_a_resumed_run_has_the_same_bits(found, trained):
 
 
 @WHOLE_AND_ADAPTERS
-def test_what_either_saved_the_other_opens(found, trained):
+def test_hsdp_and_fsdp2_load_checkpoints_of_each_other(found, trained):
     for rank in found:
         for kind in KINDS:
             assert equal_bits(rank[trained]["opened"][kind], rank[trained][kind]["state"])
 
 
-def test_the_weights_in_training_are_those_that_are_sent(found):
+def test_the_sent_weights_equal_the_trained_weights(found):
     assert equal_bits(found[0][""]["hsdp"]["state"]["full"], found[0][""]["hsdp"]["state"]["model"])
 
 
 def passed_on(rank: int, folder: str) -> None:
     """Load what the replicas saved, and save it unchanged."""
     for kind, trained in PASSED_ON:
-        backend = either_engine(kind + trained, seed=2)
+        backend = engine_with_or_without_adapters(kind + trained, seed=2)
         config = config_of(folder, "hsdp" + trained)
         config.backend = ENGINES[kind]
         assert resume(config, backend) == 2
@@ -166,7 +166,7 @@ def opened_again(rank: int, folder: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("ranks", [4, 2])
-def test_through_fewer_ranks_and_back(found, folder, ranks, tmp_path):
+def test_a_checkpoint_passes_through_fewer_ranks_and_back_unchanged(found, folder, ranks, tmp_path):
     """Four ranks load as two replicas of two shards, two ranks as two whole copies. ZeRO also loads adapters."""
     for through in (2, 1):
         if not config_of(str(folder), f"fsdp2_of_{through}").run_dir.exists():

@@ -56,7 +56,7 @@ def test_an_upload_shows_all_files_by_one_commit(server, folder):
     assert len(server.received) == 3
 
 
-def test_the_folders_own_card_wins(server, folder):
+def test_a_card_in_the_folder_overrides_the_generated_card(server, folder):
     (folder / "README.md").write_text(CARD + "mine\n")
     upload_folder(folder, REPOSITORY, card=CARD)
     assert server.files(REPOSITORY)["README.md"] == (CARD + "mine\n").encode()
@@ -89,7 +89,7 @@ def test_a_revision_is_a_branch_that_is_made(server, folder):
 
 @pytest.mark.parametrize("what", ["create", "preupload", "batch", "PUT ", "tree", "/commit/"])
 @pytest.mark.parametrize("error", [ErrorAnswer(500, "Internal Error"), Cut()], ids=["500", "cut"])
-def test_what_passes_is_tried_again(server, folder, what, error):
+def test_transient_errors_of_the_hub_are_retried(server, folder, what, error):
     server.fail(what, error)
     upload_folder(folder, REPOSITORY)
     assert server.files(REPOSITORY) == local(folder)
@@ -154,14 +154,14 @@ def test_private_is_never_public(server, folder):
 
 
 @pytest.mark.parametrize("status", [400, 500])
-def test_a_token_that_is_sent_back_is_not_shown(server, status, caplog):
+def test_a_token_in_an_error_of_the_hub_is_redacted(server, status, caplog):
     server.fail("create", ErrorAnswer(status, f"No user has {TOKEN}"), times=10)
     assert "(the token)" in upload_error(server, REPOSITORY)
     assert TOKEN not in caplog.text
     assert ("Next try" in caplog.text) == (status == 500)
 
 
-def test_a_signature_is_not_shown(server, folder, caplog):
+def test_a_signature_in_an_upload_url_is_redacted(server, folder, caplog):
     logging.getLogger("huggingface_hub").addHandler(caplog.handler)
     server.fail("PUT ", ErrorAnswer(403, "Expired"), times=10)
     with pytest.raises(UserError, match=r"answered 403 \(Expired\)") as caught:
@@ -173,12 +173,12 @@ def test_a_signature_is_not_shown(server, folder, caplog):
     assert "s3cret" not in str(caught.value) + caplog.text
 
 
-def test_a_hub_that_is_not_there(server, monkeypatch):
+def test_an_unreachable_hub_is_an_error_with_a_remedy(server, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert "Run the same command again" in upload_error(server, REPOSITORY)
 
 
-def test_a_hub_that_says_nothing(server, monkeypatch):
+def test_a_hub_that_does_not_answer_times_out(server, monkeypatch):
     monkeypatch.setattr(hub, "SILENCE_S", 0.2)
     over = threading.Event()
     server.before = lambda number, request: over.wait(120) and None
@@ -188,7 +188,7 @@ def test_a_hub_that_says_nothing(server, monkeypatch):
         over.set()
 
 
-def test_what_is_no_file_of_the_folder_is_not_sent(server, folder, tmp_path):
+def test_links_out_of_the_folder_and_pipes_are_not_uploaded(server, folder, tmp_path):
     (tmp_path / "key").write_text("private")
     (folder / "notes.txt").symlink_to(tmp_path / "key")
     with pytest.raises(UserError, match="leads out of the folder"):
@@ -226,7 +226,7 @@ ODD: tuple[Any, ...] = (None, {"a": 1}, "", "<html>Log in</html>", 7, [1])
 
 @pytest.mark.parametrize("answer", ODD, ids=str)
 @pytest.mark.parametrize("route", ASKED)
-def test_answers_that_are_none_of_the_hubs(server, folder, monkeypatch, route, answer):
+def test_a_hub_answer_of_unknown_form_is_an_error(server, folder, monkeypatch, route, answer):
     """Answers as from a proxy, or from the login page of a network."""
     odd = answer.encode() if isinstance(answer, str) else answer
     monkeypatch.setitem(ROUTES, next(key for key, value in ROUTES.items() if value is route), lambda *_: odd)

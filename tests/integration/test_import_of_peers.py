@@ -103,7 +103,7 @@ def ppo(tmp_path_factory) -> Ppo:
     return target, models, optimizers
 
 
-def test_verls_of_a_run_with_a_critic(ppo):
+def test_a_verl_checkpoint_with_a_critic_is_imported(ppo):
     target, models, optimizers = ppo
     for role, model in models.items():
         named = dict(model.named_parameters())
@@ -118,14 +118,14 @@ def test_verls_of_a_run_with_a_critic(ppo):
 
 
 @pytest.mark.slow
-def test_a_run_with_a_critic_begins_there(ppo, tmp_path, sums):
+def test_a_run_starts_from_an_imported_checkpoint_with_a_critic(ppo, tmp_path, sums):
     target, _, _ = ppo
     folder = target / "actor" / "huggingface"
     output = train_on(target, folder, tmp_path, sums, 1, "algorithm=ppo", f"critic.path={target}/critic/huggingface")
     assert "with actor's weights, actor's moments, actor's schedule, critic's weights, critic's moments" in output
 
 
-def test_verls(models, tmp_path, sums):
+def test_verl_checkpoints_of_fsdp1_and_fsdp2_are_imported(models, tmp_path, sums):
     """A folder with FSDP2's files in `global_step_N/actor`, and a folder with FSDP1's files and a tied embedding."""
     cases = ("llama/fsdp2", "qwen2/fsdp1")
     run_ranks(2, fsdp_saves.save_all, models, tmp_path, cases, False, deadline_s=120, join=tmp_path / "join")
@@ -146,7 +146,7 @@ def test_verls(models, tmp_path, sums):
 
 @NEEDS_DEEPSPEED
 @pytest.mark.slow
-def test_deepspeeds(tmp_path, sums):
+def test_deepspeed_checkpoints_are_imported(tmp_path, sums):
     """Stage 2 on two ranks with two parameter groups, and stage 3 with frozen parameters."""
     kinds = ["zero2-grouped", "zero3-bfloat16-frozen"]
     run_ranks(2, deepspeed_saves.save_all, str(tmp_path), kinds, deadline_s=300, join=tmp_path / "join")
@@ -186,7 +186,7 @@ def check_imported(theirs: Path, target: Path, model: PreTrainedModel, optimizer
     assert equal_bits(moments, of_parameters({name: optimizer.state[p] for name, p in named.items()}))
 
 
-def test_the_trainers(tmp_path):
+def test_checkpoints_of_transformers_trainer_are_imported(tmp_path):
     theirs = tmp_path / "checkpoint-7"
     model, optimizer = trained_once(theirs)
     model.save_pretrained(theirs)
@@ -194,7 +194,7 @@ def test_the_trainers(tmp_path):
     check_imported(theirs, tmp_path / "global_step_7", model, optimizer)
 
 
-def test_accelerates_of_torch_dcp(tmp_path):
+def test_dcp_checkpoints_of_accelerate_are_imported(tmp_path):
     theirs = tmp_path / "checkpoint-7"
     model, optimizer = trained_once(theirs)
     tensors, state = get_state_dict(model, optimizer)

@@ -92,7 +92,7 @@ def test_weights_moments_and_place_in_the_schedule_arrive_bit_for_bit(tmp_path, 
     assert (driver.step, driver.epochs, driver.tokens) == (4, 0.0, 0)
 
 
-def test_a_start_says_where_it_is_from_and_what_begins_anew(tmp_path, trained, source, caplog):
+def test_a_start_logs_the_import_and_the_parts_that_start_afresh(tmp_path, trained, source, caplog):
     config, stream = make_config(tmp_path), PlainPart(7)
     target = imported(source, tmp_path)
     with caplog.at_level("INFO", logger="rlhf"):
@@ -110,7 +110,7 @@ def test_a_start_says_where_it_is_from_and_what_begins_anew(tmp_path, trained, s
     assert run["resumed_from"] == str(target)
 
 
-def test_other_settings_and_model_files_than_those_of_a_run_are_no_question(tmp_path, source):
+def test_an_imported_checkpoint_allows_any_settings_and_model_files(tmp_path, source):
     """An imported checkpoint stores neither settings nor hashes. The run's own checkpoint stores both (promise 13)."""
     config = make_config(tmp_path)
     target = imported(source, tmp_path)
@@ -125,7 +125,7 @@ def test_other_settings_and_model_files_than_those_of_a_run_are_no_question(tmp_
         prepare(config)
 
 
-def test_what_a_source_lacks_begins_anew_without_a_setting(tmp_path, trained, model_files):
+def test_parts_missing_from_the_source_start_afresh_without_a_setting(tmp_path, trained, model_files):
     """The source has only weights, like a Hugging Face folder. `checkpoint.contents` has its
     default, which lists more parts, but the run needs no setting to load only the parts that the checkpoint has."""
     weights = MemorySource(whole_state(trained)["model"], model_files=model_files)
@@ -142,7 +142,7 @@ def test_what_a_source_lacks_begins_anew_without_a_setting(tmp_path, trained, mo
         resume(config, make_backend(2))
 
 
-def test_load_contents_leaves_out_what_is_there(tmp_path, trained, source):
+def test_load_contents_may_leave_out_imported_parts(tmp_path, trained, source):
     config, target = make_config(tmp_path), imported(source, tmp_path)
     begin_at(config, target, ["model"])
     backend = make_backend(2)

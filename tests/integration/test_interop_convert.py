@@ -56,7 +56,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_a_model_comes_back_with_its_bits(model, tmp_path, way):
+def test_a_model_converted_to_any_layout_and_back_has_the_same_bits(model, tmp_path, way):
     there, back = tmp_path / "global_step_0", tmp_path / "back"
     convert(model, there, "--to", *way)
     convert(there, back, "--to", "hf", "--dtype", "bfloat16")
@@ -66,7 +66,7 @@ def test_a_model_comes_back_with_its_bits(model, tmp_path, way):
     assert (back / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
 
 
-def test_moments_come_back_with_their_bits(saved, tmp_path, capsys):
+def test_moments_converted_to_any_layout_and_back_have_the_same_bits(saved, tmp_path, capsys):
     """Convert to torch DCP, and from there back to a native checkpoint."""
     convert(saved, tmp_path / "dcp", "--to", "dcp")
     convert(tmp_path / "dcp", tmp_path / "global_step_3", "--to", "native")

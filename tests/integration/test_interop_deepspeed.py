@@ -123,7 +123,7 @@ def test_progress(saves):
     assert progress.schedule["base_lrs"] == [0.01, 0.01]
 
 
-def test_what_stage_0_keeps_without_names(saves, tmp_path):
+def test_stage_0_moments_without_names_are_left_out(saves, tmp_path):
     """With several groups or with some parameters only, moments without names are not assigned to any parameter."""
     [file] = saves.glob("zero2-grouped/*/mp_rank_00_model_states.pt")
     content = torch.load(file, weights_only=False)
@@ -210,7 +210,7 @@ def bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def test_the_save_itself_its_tag_or_the_latest(saves, tmp_path):
+def test_a_save_is_opened_by_folder_tag_or_latest(saves, tmp_path):
     folder = shutil.copytree(saves / "zero1-bfloat16", tmp_path / "run")
     shutil.copytree(folder / "global_step2", folder / "global_step4")
     for origin in (Origin(folder), Origin(folder / "global_step2"), Origin(folder, tag="global_step4")):
@@ -252,7 +252,7 @@ def test_a_missing_rank_is_named(saves, copied, what):
         ("expp_rank_0_mp_rank_00_optim_states.pt", "mixture of experts"),
     ],
 )
-def test_what_does_not_belong_there(copied, name, message):
+def test_files_of_another_save_are_rejected(copied, name, message):
     save = copied / "global_step2"
     shutil.copy(next(save.glob("*pp_rank_0*optim_states.pt")), save / name)
     with pytest.raises(UserError, match=message):
@@ -303,7 +303,7 @@ def test_a_pickle_that_wants_to_run_code_is_refused(copied, capsys):
     assert not capsys.readouterr().out
 
 
-def test_what_other_programs_call_alike(copied):
+def test_files_of_other_programs_with_the_same_names_are_damage(copied):
     file = next(copied.glob("*/*pp_rank_0*model_states.pt"))
     torch.save({"model": torch.ones(3)}, file)
     with pytest.raises(DamagedCheckpoint, match="without DeepSpeed's entries"):
@@ -313,7 +313,7 @@ def test_what_other_programs_call_alike(copied):
         open_source(Origin(copied))
 
 
-def test_a_save_that_lacks_a_part(copied):
+def test_a_save_without_a_required_entry_is_damage(copied):
     for pattern, part in [
         ("*/*pp_rank_1*model_states.pt", "frozen_param_fragments"),
         ("*/*pp_rank_0*optim_states.pt", ""),
@@ -355,7 +355,7 @@ def test_ranks_of_different_steps(saves, tmp_path, kind):
         open_source(Origin(copied))
 
 
-def test_ranks_that_were_mixed_up_are_told(saves, tmp_path):
+def test_swapped_rank_files_are_damage(saves, tmp_path):
     copied = shutil.copytree(saves / "zero1-bfloat16", tmp_path / "copied")
     first, second = sorted(copied.glob("*/*optim_states.pt"))
     second.rename(copied / "aside")

@@ -57,7 +57,7 @@ def test_a_copy_is_equal(checkpoints, tmp_path, capsys):
     ]
 
 
-def test_settings_state_weights_and_moments_are_told_by_name(checkpoints, capsys, monkeypatch):
+def test_differing_settings_state_weights_and_moments_are_named(checkpoints, capsys, monkeypatch):
     monkeypatch.setattr(differences, "RANGE_BYTES", 400)
     a, b = checkpoints
     code, output = diff(capsys, a, b, "--json")
@@ -103,7 +103,7 @@ def test_layouts_may_differ(checkpoints, capsys):
     assert "only in A, float32 [" in output
 
 
-def test_what_is_missing_of_another_form_or_not_a_number_is_named_first(checkpoints, tmp_path, capsys):
+def test_missing_tensors_shapes_dtypes_and_nans_are_listed_first(checkpoints, tmp_path, capsys):
     source = checkpoints[0] / "actor" / "huggingface"
     tensors = load_file(source / "model.safetensors")
     copy = shutil.copytree(source, tmp_path / "copy")
@@ -140,7 +140,7 @@ def test_a_sign_of_zero_is_a_difference(checkpoints, tmp_path, capsys):
     assert "largest difference 0" in output
 
 
-def test_a_critic_that_only_one_has_is_missing(checkpoints, tmp_path, capsys):
+def test_a_critic_in_only_one_checkpoint_is_reported_missing(checkpoints, tmp_path, capsys):
     with world_of_one(tmp_path):
         config = make_config(tmp_path)
         make_checkpointer(config, {"actor": make_backend(1, train_steps=3), "critic": make_backend(2)}, 3).save(3)

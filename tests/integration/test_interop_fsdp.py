@@ -146,7 +146,7 @@ def test_a_critic_is_a_value_model(tmp_path):
     assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_the_page_s_commands(saved, tmp_path, monkeypatch):
+def test_the_documented_commands_work(saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(saved / "llama" / "fsdp1", "verl_run/global_step_2/actor")
     save_adapted_by_verl(saved / "models" / "llama", Path("verl_lora/global_step_2/actor"))
@@ -177,7 +177,7 @@ def test_a_missing_file_is_named(copy):
         open_source(Origin(copy))
 
 
-def test_files_that_do_not_belong_together(saved, tmp_path):
+def test_rank_files_of_different_saves_are_damage(saved, tmp_path):
     copy = Path(shutil.copytree(saved / "llama" / "fsdp2_by_columns", tmp_path / "copy"))
 
     def use(source: Path) -> None:
@@ -253,7 +253,7 @@ def test_an_optimizer_that_does_not_fit_is_left_out(copy, saved):
 
 
 @pytest.mark.parametrize("case", ["llama/fsdp1", "llama/fsdp2"])
-def test_ranks_that_were_mixed_up_are_told(case, saved, tmp_path):
+def test_swapped_rank_files_are_damage(case, saved, tmp_path):
     """Otherwise the moments of a rank would be assigned to other weights."""
     copy = Path(shutil.copytree(saved / case, tmp_path / "copy"))
     for number, other in ((1, 2), (2, 1)):
@@ -277,7 +277,7 @@ def test_ranks_that_were_mixed_up_are_told(case, saved, tmp_path):
         ("exp_avg_sq", "x", r"the files optim_\* do not have FSDP's structure"),
     ],
 )
-def test_moments_that_are_none_of_one_save(key, value, message, saved, tmp_path):
+def test_inconsistent_moments_of_ranks_are_damage(key, value, message, saved, tmp_path):
     copy = Path(shutil.copytree(saved / "llama" / "fsdp1", tmp_path / "copy"))
     path = copy / "optim_world_size_4_rank_1.pt"
     content = torch.load(path, weights_only=False)

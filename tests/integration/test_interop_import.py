@@ -53,7 +53,7 @@ def error_line(capsys, *arguments: object) -> str:
     return line
 
 
-def test_it_says_what_comes_along_what_does_not_and_how_to_begin(saved, tmp_path, capsys):
+def test_import_prints_imported_and_missing_parts_and_the_start_command(saved, tmp_path, capsys):
     target = tmp_path / "imported" / "global_step_3"
     assert main(["import", str(saved), str(target)]) == EXIT_DONE
     output = capsys.readouterr().out
@@ -75,7 +75,7 @@ def test_it_says_what_comes_along_what_does_not_and_how_to_begin(saved, tmp_path
     assert f"imported from    {saved} (native)\n" in capsys.readouterr().out
 
 
-def test_json_says_the_same(saved, tmp_path, capsys):
+def test_import_json_has_the_same_facts(saved, tmp_path, capsys):
     target = tmp_path / "global_step_7"
     assert main(["import", str(saved), str(target), "--json"]) == EXIT_DONE
     found = json.loads(capsys.readouterr().out)

@@ -97,7 +97,7 @@ def trained(tmp_path_factory, request):
 
 
 @NEEDS_DEEPSPEED
-def test_the_merged_model_is_the_trained_one(trained, cell, tmp_path):
+def test_the_merged_model_equals_the_trained_model(trained, cell, tmp_path):
     folder, done = trained
     weights, logits = done[*cell, "actor"]
     dtype = torch.bfloat16 if "bfloat16" in cell[1] else torch.float32

@@ -240,7 +240,7 @@ def test_what_is_in_the_journal_is_neither_generated_nor_scored(ranks, size, nam
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_only_what_is_damaged_is_made_again(ranks, size, name):
+def test_only_damaged_records_are_generated_or_scored_again(ranks, size, name):
     damaged, whole = ranks[size][-1][name], ranks[size][:-1]
     generated, scored = cost(damaged["flipped"], "generated"), cost(damaged["flipped"], "scored")
     assert generated[0] == generated[2] == scored[0] == scored[2] == 0
@@ -254,7 +254,7 @@ def test_only_what_is_damaged_is_made_again(ranks, size, name):
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_rewards_alone_are_computed_again(ranks, size, name):
+def test_missing_rewards_are_computed_without_generating_again(ranks, size, name):
     first_of_file = next(rank for rank in ranks[size] if rank[name]["first"][1]["scored"])
     for rank in ranks[size]:
         expected = rank[name]["first"][1]["scored"] if rank is first_of_file else 0

@@ -23,7 +23,7 @@ from tests.support.tracked import tensorboard_curves
 
 
 @pytest.mark.parametrize("torchrun", [False, True])
-def test_a_finished_run_is_brought_to_its_end(tmp_path, torchrun):
+def test_a_start_completes_trackers_and_report_of_a_finished_run(tmp_path, torchrun):
     """A kill came after the last save and before the trackers ended, so trackers and report lack the last step."""
     command = [f"trainer.default_local_dir={tmp_path}", "trainer.device=cpu", "checkpoint.async_save=false"]
     command += ["trainer.warm_start=false", "trainer.logger=[tensorboard]"]

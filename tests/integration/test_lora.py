@@ -25,7 +25,7 @@ from tests.support.checkpoints import equal_bits, make_checkpointer, make_config
 from tests.support.engines import (
     ENGINES,
     NEEDS_DEEPSPEED,
-    apart_in_float64,
+    allowed_float64_difference,
     engines_in_float64,
     gathered,
     logits_of,
@@ -180,7 +180,7 @@ def test_forward_is_that_of_peft_alone_to_the_bit(found, plain, when):
 
 
 @torch.no_grad()
-def test_disabled_adapters_are_the_base_to_the_bit(found, plain):
+def test_logits_with_disabled_adapters_equal_the_base_to_the_bit(found, plain):
     seen = found[plain]["trained"]
     assert torch.equal(seen["disabled"], tiny_qwen2(0)(input_ids=tokens(7)).logits)
     assert (seen["logits"] - seen["disabled"]).abs().max() > 1e-2
@@ -212,13 +212,13 @@ def test_a_base_in_bfloat16_is_merged_in_float32(found, half):
     assert 0 < (seen["logits"].float() - seen["peft"]).abs().max() < 0.3
 
 
-def test_memory_of_a_merge_is_known_before(found, kind):
+def test_estimated_memory_of_a_merge_equals_the_measured_memory(found, kind):
     estimated, measured = found[kind]["merged_bytes"]
     assert estimated == measured > 0
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
-def test_an_engine_that_keeps_the_weights_of_old_adapters_is_found(found, engine):
+def test_an_engine_that_keeps_old_adapter_weights_is_detected(found, engine):
     names = found["fsdp2"]["new"]["weights"]
     adapted = sum(name.endswith("lora_A.weight") for name in names)
     # The base did not change, so the engine has it.
@@ -229,7 +229,7 @@ def test_an_engine_that_keeps_the_weights_of_old_adapters_is_found(found, engine
 
 def test_engines_agree(found, plain):
     weights = found["in_float64"]
-    apart = apart_in_float64(STEPS, grad_clip=0.5)
+    apart = allowed_float64_difference(STEPS, grad_clip=0.5)
     torch.testing.assert_close(weights[plain], weights["fsdp2"], rtol=0, atol=apart)
 
 
@@ -243,7 +243,7 @@ def test_checkpoint_holds_adapters_and_moments_alone(found, kind):
     assert all(state["optimizer"][f"{name}.exp_avg"].abs().max() > 0 for name in names)
 
 
-def test_saved_in_each_opened_in_each(found, writer, reader):
+def test_every_engine_loads_adapters_saved_by_every_engine(found, writer, reader):
     # Promise 15.
     opened, saved = found[reader]["opened"][writer], found[writer]
     assert equal_bits(opened["state"], saved["state"])

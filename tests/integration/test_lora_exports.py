@@ -78,7 +78,7 @@ def logits_by_peft(folder: Path, base: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_peft_loads_what_is_kept_and_its_logits_are_the_engines(kind, found, folder, tmp_path):
+def test_peft_loads_exported_adapters_with_the_logits_of_the_engine(kind, found, folder, tmp_path):
     in_run = saved(folder, kind, "keep") / "actor" / "huggingface"
     assert not (in_run / "config.json").exists()
     assert not (in_run / "model.safetensors").exists()
@@ -92,7 +92,7 @@ def test_peft_loads_what_is_kept_and_its_logits_are_the_engines(kind, found, fol
 
 
 @pytest.mark.parametrize("kind", SAVES)
-def test_what_is_merged_is_what_the_engine_was_sent(kind, found, folder, tmp_path):
+def test_the_merged_export_equals_the_synced_weights(kind, found, folder, tmp_path):
     in_run = saved(folder, kind, "merge") / "actor" / "huggingface"
     assert not (in_run / "adapter_config.json").exists()
     assert equal_bits(load_file(in_run / "model.safetensors"), found[kind]["sent"])

@@ -99,7 +99,7 @@ def test_new_adapters_follow_from_the_seed_alone():
 @pytest.mark.usefixtures("_world")
 @pytest.mark.parametrize("kind", ["fsdp2", "zero2"])
 @torch.no_grad()
-def test_base_is_untouched_after_many_steps_and_hand_overs(kind, request):
+def test_base_is_unchanged_after_many_steps_and_weight_syncs(kind, request):
     """In bfloat16, a thousand merges in place and back would change a weight by two thirds of its value. --full-product
     runs a thousand steps."""
     backend = adapted_engine(kind)
@@ -141,7 +141,7 @@ def test_a_run_says_what_it_trains_and_leaves_the_files_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_without_the_folder_that_its_adapters_began_with(tmp_path):
+def test_a_resume_does_not_need_the_initial_adapter_folder(tmp_path):
     lora, folder, run_dir = LoraConfig(enabled=True, rank=4, alpha=4.0), tmp_path / "adapter", tmp_path / "rlhf/offline"
     base = AutoModelForCausalLM.from_pretrained(TINY_POLICY, dtype=torch.float32)
     settings = peft_settings(asdict(lora)) | {"target_modules": target_names(base, lora)}

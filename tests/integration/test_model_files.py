@@ -163,7 +163,7 @@ def test_every_way_to_load_gives_the_bits_of_the_library_s_model(nodes):
         assert fingerprint == fingerprint_of(nodes / "store" / name), case
 
 
-def test_weight_that_the_library_turns_is_not_read_as_it_lies(nodes):
+def test_weights_that_transformers_transposes_are_not_read_in_place(nodes):
     folder = nodes / "store" / "untied"
     source = ModelSource("model.path", str(folder))
     square = "model.layers.0.self_attn.q_proj.weight"
@@ -243,7 +243,7 @@ def memory(rank: int, folder: Path) -> dict[str, tuple[int, int]]:
     return result
 
 
-def test_no_rank_holds_more_than_its_part_and_a_bucket(nodes):
+def test_no_rank_needs_more_memory_than_its_part_and_a_bucket(nodes):
     causal_lm("llama", nodes / "store" / "large", hidden_size=128, intermediate_size=512, num_hidden_layers=6)
     model = AutoModelForCausalLM.from_pretrained(nodes / "store" / "large").bfloat16()
     model.save_pretrained(nodes / "store" / "large")

@@ -62,7 +62,7 @@ def test_an_evaluation_without_a_score_has_no_result(slow, sums, tmp_path):
     assert not list(tmp_path.rglob("evaluation.json"))
 
 
-def test_a_killed_run_has_the_findings_of_one_that_was_not(slow, sums, tmp_path):
+def test_a_killed_run_reports_the_findings_of_an_undisturbed_run(slow, sums, tmp_path):
     found = []
     for name, kill in (("whole", {}), ("killed", at("update.after", 2, "SIGKILL", once=tmp_path / "hit"))):
         command = small(tmp_path, name, sums, *LITTLE, f"reward.functions=[{slow}:score]", "reward.on_error=score")

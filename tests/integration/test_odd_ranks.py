@@ -44,7 +44,7 @@ def three(sums: Path, tmp_path_factory) -> Path:
     return folder / "rlhf" / "three"
 
 
-def test_three_ranks_learn_what_one_does(three, sums, tmp_path: Path):
+def test_three_ranks_have_the_metrics_of_one_rank(three, sums, tmp_path: Path):
     end = start(tmp_path, "one", sums, 1)
     assert end.code == 0, end.output
     single, several = history(tmp_path / "rlhf" / "one"), history(three)
@@ -58,7 +58,7 @@ def test_three_ranks_learn_what_one_does(three, sums, tmp_path: Path):
     assert single[-1]["sampling/groups_dropped"] > 0
 
 
-def test_a_kill_costs_three_ranks_no_bit(three, sums, tmp_path: Path):
+def test_a_killed_run_on_three_ranks_ends_with_the_same_bits(three, sums, tmp_path: Path):
     # The kill is in the first step, so the next start takes the step's samples from the journal.
     kill = at("update.mid", 3, "SIGKILL", rank=1, once=tmp_path / "hit")
     assert start(tmp_path, "killed", sums, NPROC, kill).code != 0

@@ -25,7 +25,7 @@ MORE_KINDS = ("fsdp2-bfloat16", "zero0-bfloat16", "zero1-bfloat16", "zero3-bfloa
 DEADLINE_S = 300
 
 
-def test_a_storage_moves_once_whatever_is_a_view_of_it():
+def test_a_storage_shared_by_views_is_offloaded_once():
     flat = torch.arange(24.0)
     tied, rows, other = torch.nn.Parameter(flat[3:9]), flat.view(4, 6)[:, 1:3], torch.ones(3, dtype=torch.bfloat16)
     before = [tensor.clone() for tensor in (tied, rows, other)]
@@ -71,7 +71,7 @@ def test_an_error_leaves_nothing_half_moved():
     assert offload.current(weight).tolist() == [2] * 8
 
 
-def test_a_host_without_memory_is_the_users_to_mend(monkeypatch):
+def test_too_little_host_memory_is_a_user_error(monkeypatch):
     weight = torch.ones(8)
 
     def full(*_: Any, **__: Any) -> Tensor:
@@ -182,7 +182,7 @@ def lives(rank: int, kinds: tuple[str, ...], settings: list[TrainedFsdpConfig], 
 @pytest.mark.parametrize(
     ("ranks", "kinds"), [(2, KINDS), pytest.param(1, MORE_KINDS, marks=pytest.mark.slow)], ids=["2", "1"]
 )
-def test_the_same_bits_and_nothing_left_on_the_device(ranks, kinds, tmp_path):
+def test_offload_keeps_the_bits_and_empties_the_device(ranks, kinds, tmp_path):
     settings = [TrainedFsdpConfig(), TrainedFsdpConfig(param_offload=True, optimizer_offload=True)]
     for found in run_ranks(ranks, lives, kinds, settings, str(tmp_path), deadline_s=DEADLINE_S, join=tmp_path / "join"):
         for plain, both in found.values():
@@ -198,7 +198,7 @@ def test_the_same_bits_and_nothing_left_on_the_device(ranks, kinds, tmp_path):
             assert both["left"] == [idle, *[working, idle] * 3, {"reference": 0}]
 
 
-def test_each_setting_moves_its_own(tmp_path):
+def test_each_offload_setting_moves_only_its_tensors(tmp_path):
     settings = [TrainedFsdpConfig(), TrainedFsdpConfig(param_offload=True), TrainedFsdpConfig(optimizer_offload=True)]
     (found,) = run_ranks(1, lives, ("fsdp2",), settings, str(tmp_path), deadline_s=DEADLINE_S, join=tmp_path / "join")
     plain, weights, optimizer = found["fsdp2"]

@@ -108,7 +108,7 @@ def test_a_rename_a_removal_and_an_addition_change_nothing(name, tmp_path):
     assert_restored(tmp_path, expected)
 
 
-def test_without_its_line_in_the_table_a_change_makes_another_version(tmp_path):
+def test_a_changed_setting_without_migration_does_not_fit_this_version(tmp_path):
     unpack("0.1.0", tmp_path)
     store_as_older(tmp_path, "fsdp2")
     end = resume(tmp_path, "fsdp2")
@@ -117,7 +117,7 @@ def test_without_its_line_in_the_table_a_change_makes_another_version(tmp_path):
     assert saved_steps(run_dir(tmp_path, "fsdp2")) == [SAVED]
 
 
-def test_a_removed_setting_that_made_another_run_stops_the_resume(tmp_path):
+def test_a_removed_setting_with_another_value_stops_the_resume(tmp_path):
     # Promise 13.
     unpack("0.1.0", tmp_path)
     store_as_older(tmp_path, "fsdp2", speed=5)
@@ -127,7 +127,7 @@ def test_a_removed_setting_that_made_another_run_stops_the_resume(tmp_path):
 
 
 @pytest.mark.parametrize("release", releases())
-def test_every_change_of_the_schema_since_a_release_has_a_line(release, tmp_path):
+def test_every_schema_change_since_a_release_has_a_migration(release, tmp_path):
     """If this test fails, add the missing line to `rlhf/config/migrations.py`."""
     unpack(release, tmp_path)
     text = (run_dir(tmp_path, "fsdp2") / f"global_step_{SAVED}" / CONFIG).read_text()

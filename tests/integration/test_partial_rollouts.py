@@ -172,7 +172,7 @@ def test_other_ranks_go_on_with_the_samples_in_flight(ranks, name, writers, read
     assert any(len(sample.versions) > 1 for sample in first), "the samples in flight were dropped"
 
 
-def test_a_rollback_trains_on_no_prompt_that_was_in_flight():
+def test_a_rollback_drops_the_prompts_in_flight():
     rank = start(**SETTINGS["every prompt"])
     walk(rank, 3)
     position = rank.collector.position
@@ -196,7 +196,7 @@ def test_a_lower_bound_drops_counts_and_replaces_what_is_too_old(ranks):
 
 
 @pytest.mark.parametrize("changed", [{"n": N - 1}, {"longest": 3}, {"async_steps": 0}])
-def test_samples_in_flight_that_no_longer_fit_are_dropped_with_a_warning(ranks, caplog, changed):
+def test_samples_in_flight_that_changed_settings_exclude_are_dropped(ranks, caplog, changed):
     rank = resumed(ranks[1][0]["every prompt"]["checkpoints"][2], **SETTINGS["every prompt"] | changed)
     collected = rank.collector.collect(4)
     assert "Dropped" in caplog.text

@@ -1,4 +1,4 @@
-"""One rank trains without FSDP2: the same bits and the same files, and each opens what the other saved."""
+"""One rank trains without FSDP2: the same bits and the same files, and each loads the other's checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from rlhf.backends.training import Training
 from rlhf.config import BackendConfig, Config
 from rlhf.models.adapter_start import copy_slice
 from rlhf.models.skeleton import replace_parameters
-from tests.support.adapted_engines import ADAPTED, adapted_engine, either_engine
+from tests.support.adapted_engines import ADAPTED, adapted_engine, engine_with_or_without_adapters
 from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, resume, run_ranks
 from tests.support.engines import CPU, ENGINES, OPTIM, make_engine, state_of, train
 from tests.support.tiny_updates import tiny_gemma2, tiny_qwen2
@@ -57,7 +57,7 @@ def both_ways(rank: int, folder: str) -> dict[str, Any]:
             if way == "fsdp2":
                 patch.setattr(fsdp2, "stays_plain", lambda *_: False)
             for kind in KINDS:
-                backend = either_engine(kind, seed=1)
+                backend = engine_with_or_without_adapters(kind, seed=1)
                 kept["units"][kind] = sum(isinstance(m, FSDPModule) for m in backend.module.modules())
                 kept[kind] = seen(backend, range(3))
                 assert make_checkpointer(config_of(folder, way + kind), backend, 2).save(2) is not None
@@ -70,7 +70,7 @@ def both_ways(rank: int, folder: str) -> dict[str, Any]:
             if way == "fsdp2":
                 patch.setattr(fsdp2, "stays_plain", lambda *_: False)
             for kind in KINDS:
-                backend = either_engine(kind, seed=2)
+                backend = engine_with_or_without_adapters(kind, seed=2)
                 assert resume(config_of(folder, other + kind), backend) == 2
                 found[way][kind + "-resumed"] = seen(backend, range(3, 5))
     found["rounded"] = fsdp2.stays_plain(tiny_qwen2(), ENGINES["fsdp2-bfloat16"])
@@ -102,7 +102,7 @@ def found(folder) -> dict[str, Any]:
     return result
 
 
-def test_one_rank_has_no_units_of_fsdp2_unless_passes_round_the_weights(found):
+def test_one_rank_uses_fsdp2_only_if_passes_round_the_weights(found):
     assert set(found["plain"]["units"].values()) == {0}
     assert min(found["fsdp2"]["units"].values()) > 0
     assert found["rounded"] is False
@@ -128,7 +128,7 @@ def test_the_same_files_are_saved(found, folder):
         assert files[0] == files[1]
 
 
-def test_two_ranks_open_it_and_one_rank_opens_theirs(found, folder, tmp_path):
+def test_one_rank_and_two_ranks_load_checkpoints_of_each_other(found, folder, tmp_path):
     state = {part: found["plain"]["fsdp2"][part] for part in ("model", "optimizer", "extra")}
     for rank in run_ranks(2, after_two_ranks, str(folder), deadline_s=DEADLINE_S, join=tmp_path / "two"):
         assert equal_bits(rank, state)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rlhf.config import Config
-from tests.support.adapted_engines import ADAPTED, either_engine
+from tests.support.adapted_engines import ADAPTED, engine_with_or_without_adapters
 from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, resume, run_ranks
 from tests.support.engines import ENGINES, NEEDS_DEEPSPEED, loss_of, mean_loss_bound, state_of, train
 
@@ -74,7 +74,7 @@ def save_all(rank: int, folder: str, ranks: int) -> dict[str, dict[str, Any]]:
     after that step."""
     saved = {}
     for kind in EVERY_KIND:
-        backend = either_engine(kind, seed=1)
+        backend = engine_with_or_without_adapters(kind, seed=1)
         train(backend, *range(STEPS))
         checkpointer = make_checkpointer(config_of(folder, kind, ranks), backend, STEPS)
         checkpointer.save(STEPS)
@@ -87,7 +87,7 @@ def open_all(rank: int, folder: str, ranks: int, cells: list[Cell]) -> dict[tupl
     """Load the cells of `ranks` readers. Return state and losses by writer, writer's number of ranks, and reader."""
     opened = {}
     for kind in EVERY_KIND:
-        backend = either_engine(kind, seed=2)
+        backend = engine_with_or_without_adapters(kind, seed=2)
         for writer, writers, reader, readers in cells:
             if (reader, readers) == (kind, ranks):
                 config = config_of(folder, writer, writers)
@@ -118,7 +118,7 @@ def matrix(tmp_path_factory, request):
     return saved, {ranks: on(ranks, open_all, wanted_cells(request.config)) for ranks in RANKS}
 
 
-def test_opens(matrix, cell):
+def test_a_checkpoint_of_any_engine_and_rank_count_loads_in_any_other(matrix, cell):
     # Promise 15.
     writer, writers, reader, readers = cell
     saved, opened = matrix[0][writers][writer], matrix[1][readers][writer, writers, reader]

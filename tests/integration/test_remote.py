@@ -26,7 +26,7 @@ from tests.support.forked_start import train_forked
 from tests.support.launching import flip_a_byte, small
 from tests.support.remotes import (
     DEADLINE_S,
-    WEATHER,
+    FAULTS,
     assert_same_files,
     complete_steps,
     copy_all,
@@ -35,7 +35,7 @@ from tests.support.remotes import (
     on_empty_disk,
     remote_dir,
     save,
-    start_there,
+    start_from_remote,
 )
 from tests.support.sections import open_remote, remote_copies, remote_store
 from tests.support.undisturbed import EXPORT
@@ -56,7 +56,7 @@ def test_a_copy_comes_back_as_it_was(tmp_path, url):
     assert complete_steps(config) == [6, 4, 2]
 
     other = on_empty_disk(config, tmp_path / "b")
-    assert start_there(other) == 6
+    assert start_from_remote(other) == 6
     assert [path.name for path in scan(other.run_dir)] == ["global_step_6"]
     assert_same_files(step_dir(config.run_dir, 6), step_dir(other.run_dir, 6))
     for name in (RUN_FILE, HISTORY):
@@ -66,7 +66,7 @@ def test_a_copy_comes_back_as_it_was(tmp_path, url):
     assert equal_bits(role.weight, PlainRole(seed=6).weight)
 
 
-def test_a_long_history_goes_there_and_back_in_parts(tmp_path, folder_url):
+def test_a_long_history_is_copied_in_parts_both_ways(tmp_path, folder_url):
     config = make_run(tmp_path / "a", remote=folder_url)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"step": step, "note": str(step) * 30_000}) + "\n" for step in range(1, 600)]
@@ -76,7 +76,7 @@ def test_a_long_history_goes_there_and_back_in_parts(tmp_path, folder_url):
     tracemalloc.start()
     copy_all(config)
     other = on_empty_disk(config, tmp_path / "b")
-    assert start_there(other) == 599
+    assert start_from_remote(other) == 599
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert (other.run_dir / HISTORY).read_bytes() == (config.run_dir / HISTORY).read_bytes()
@@ -84,7 +84,7 @@ def test_a_long_history_goes_there_and_back_in_parts(tmp_path, folder_url):
     assert peak < size
 
 
-def test_what_lies_there(tmp_path, folder_url):
+def test_the_remote_folder_has_the_files_of_the_run(tmp_path, folder_url):
     config = make_run(tmp_path / "a", 2, remote=folder_url)
     save(config, 4)
     copy_all(config)
@@ -97,10 +97,10 @@ def test_what_lies_there(tmp_path, folder_url):
     assert sorted(path.name for path in there.parent.iterdir()) == ["global_step_2", "global_step_4", RUN_FILE]
 
 
-def test_the_newest_goes_first_and_the_manifest_last(tmp_path):
+def test_the_newest_checkpoint_is_copied_first_and_its_manifest_last(tmp_path):
     config = make_run(tmp_path / "a", 2, 4, remote=f"faulty://{tmp_path}/remote")
     assert copy_all(config) == []
-    written = [path.partition("default/")[2] for call, path in WEATHER.calls if call == "open wb"]
+    written = [path.partition("default/")[2] for call, path in FAULTS.calls if call == "open wb"]
     assert written[0] == RUN_FILE
     steps = [name.partition("/")[0] for name in written[1:]]
     assert steps == sorted(steps, key=lambda name: name != "global_step_4")
@@ -113,10 +113,10 @@ def test_the_newest_goes_first_and_the_manifest_last(tmp_path):
 def test_only_what_is_missing_is_copied(tmp_path):
     config = make_run(tmp_path / "a", 2, remote=f"faulty://{tmp_path}/remote")
     copy_all(config)
-    WEATHER.__init__()
+    FAULTS.__init__()
     save(config, 4)
     assert copy_all(config) == []
-    written = {path.partition("default/")[2].partition("/")[0] for call, path in WEATHER.calls if call == "open wb"}
+    written = {path.partition("default/")[2].partition("/")[0] for call, path in FAULTS.calls if call == "open wb"}
     assert written == {"global_step_4"}
 
 
@@ -156,17 +156,17 @@ def test_the_manifest_is_removed_first(tmp_path):
     config = make_run(tmp_path / "a", 2, remote=f"faulty://{tmp_path}/remote")
     copy_all(config)
     config.checkpoint.remote_max_to_keep = 1
-    WEATHER.__init__()
+    FAULTS.__init__()
     save(config, 4)
     assert copy_all(config) == []
-    calls = [(call, path.partition("default/")[2]) for call, path in WEATHER.calls]
+    calls = [(call, path.partition("default/")[2]) for call, path in FAULTS.calls]
     removals = [path for call, path in calls if call == "rm_file" and path.startswith("global_step_2/")]
     assert removals[0] == f"global_step_2/{MANIFEST}"
     # No file of the old copy is removed before the new copy is complete.
     assert calls.index(("open wb", f"global_step_4/{MANIFEST}")) < calls.index(("rm_file", removals[0]))
 
 
-def test_local_retention_cannot_take_the_files_away(tmp_path, caplog):
+def test_local_retention_does_not_interrupt_a_copy(tmp_path, caplog):
     config = make_run(tmp_path / "a", 2, remote=f"faulty://{tmp_path}/remote")
 
     def remove_it(number: int, call: str, path: str) -> None:
@@ -174,7 +174,7 @@ def test_local_retention_cannot_take_the_files_away(tmp_path, caplog):
             assert list(config.run_dir.glob(f"{UPLOAD}*"))
             shutil.rmtree(step_dir(config.run_dir, 2), ignore_errors=True)
 
-    WEATHER.before = remove_it
+    FAULTS.before = remove_it
     assert copy_all(config) == []
     assert scan(config.run_dir) == []
     assert complete_steps(config) == [2]
@@ -182,7 +182,7 @@ def test_local_retention_cannot_take_the_files_away(tmp_path, caplog):
     assert not list(config.run_dir.glob(f"{UPLOAD}*"))
 
 
-def test_a_checkpoint_that_is_gone_before_its_turn_is_passed_over(tmp_path, folder_url, caplog):
+def test_a_checkpoint_removed_before_its_copy_is_skipped(tmp_path, folder_url, caplog):
     caplog.set_level(logging.INFO)
     config = make_run(tmp_path / "a", 2, 4, remote=folder_url)
     copies = remote_copies(config)
@@ -205,9 +205,9 @@ def test_room_for_a_save_goes_before_a_copy_that_nothing_else_keeps(tmp_path, ca
             shutil.rmtree(step_dir(config.run_dir, 2), ignore_errors=True)
             copies.cancel_copy()
             assert not list(config.run_dir.glob(f"{UPLOAD}*"))
-            WEATHER.before = lambda number, call, path: None
+            FAULTS.before = lambda number, call, path: None
 
-    WEATHER.before = short_of_room
+    FAULTS.before = short_of_room
     copies.start()
     assert copies.finish(DEADLINE_S) == []
     assert complete_steps(config) == remote_store(config).steps() == []
@@ -236,10 +236,10 @@ def test_a_damaged_local_manifest_costs_no_copy(tmp_path, folder_url, harm, capl
     assert copy_all(config) == []
     assert complete_steps(config) == [4, 2]
     verify(remote_dir(tmp_path, 2))
-    assert start_there(on_empty_disk(config, tmp_path / "b")) == 4
+    assert start_from_remote(on_empty_disk(config, tmp_path / "b")) == 4
 
 
-def test_a_damaged_checkpoint_does_not_replace_a_copy_of_another_course(tmp_path, folder_url, caplog):
+def test_a_damaged_checkpoint_does_not_replace_a_copy_of_another_trajectory(tmp_path, folder_url, caplog):
     config = make_run(tmp_path / "a", 2, 4, remote=folder_url)
     copy_all(config)
     before = (remote_dir(tmp_path, 4) / MANIFEST).read_bytes()
@@ -279,12 +279,12 @@ def test_a_reference_that_two_checkpoints_share_is_whole_in_each_copy(tmp_path, 
     assert copy_all(config) == []
     shutil.rmtree(config.run_dir)
     config.checkpoint.remote_max_to_keep = 1
-    assert start_there(config) == 4
+    assert start_from_remote(config) == 4
     assert verify(step_dir(config.run_dir, 4)).linked == {"ref/model": "global_step_2"}
     assert resume(config, PlainRole(), reference=PlainReference()) is not None
 
 
-def test_the_same_step_of_another_course_is_replaced(tmp_path, folder_url):
+def test_the_copy_of_a_step_from_another_trajectory_is_replaced(tmp_path, folder_url):
     config = make_run(tmp_path / "a", 2, 4, remote=folder_url)
     copy_all(config)
     (remote_dir(tmp_path, 4) / "actor/model/rank_00007.safetensors").write_bytes(b"of more ranks")
@@ -297,7 +297,7 @@ def test_the_same_step_of_another_course_is_replaced(tmp_path, folder_url):
     verify(there)
 
 
-def test_the_check_leaves_nothing_behind(tmp_path, folder_url):
+def test_the_write_check_of_a_remote_leaves_no_files(tmp_path, folder_url):
     config = make_run(tmp_path / "a", remote=folder_url)
     assert open_remote(config) is not None
     assert list((tmp_path / "remote/rlhf/default").iterdir()) == []
@@ -313,7 +313,7 @@ def test_a_remote_that_cannot_be_written_is_refused_at_the_start(tmp_path):
 
 
 @pytest.mark.parametrize("below", ["", "/rlhf/default"])
-def test_copies_in_the_run_directory_itself_are_refused(tmp_path, below):
+def test_a_remote_inside_the_run_directory_is_rejected(tmp_path, below):
     config = make_run(tmp_path, 2, remote=f"file://{tmp_path}{below}")
     with pytest.raises(UserError, match="in the run directory"):
         open_remote(config)
@@ -363,7 +363,7 @@ def test_s3_over_http(tmp_path, s3):
     assert copy_all(config) == []
     assert complete_steps(config) == remote_store(config).steps() == [6, 4]
     other = on_empty_disk(config, tmp_path / "b")
-    assert start_there(other) == 6
+    assert start_from_remote(other) == 6
     assert_same_files(step_dir(config.run_dir, 6), step_dir(other.run_dir, 6))
     config.checkpoint.remote = "s3://no-such-bucket/backup"
     with pytest.raises(UserError, match="a small file cannot be written"):

@@ -22,7 +22,7 @@ from tests.support.remotes import (
     on_empty_disk,
     remote_dir,
     save,
-    start_there,
+    start_from_remote,
 )
 from tests.support.sections import claim, remote_store, restore
 from tests.support.verified import verify
@@ -44,12 +44,12 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_damaged_copy_is_passed_over_for_the_one_before(tmp_path, folder_url, damage):
+def test_a_start_skips_a_damaged_copy(tmp_path, folder_url, damage):
     config = make_run(tmp_path / "a", 2, 4, remote=folder_url)
     copy_all(config)
     damage(remote_dir(tmp_path, 4))
     other = on_empty_disk(config, tmp_path / "b")
-    assert start_there(other) == 2
+    assert start_from_remote(other) == 2
     assert_same_files(step_dir(config.run_dir, 2), step_dir(other.run_dir, 2))
     assert [json.loads(line)["step"] for line in (other.run_dir / HISTORY).read_text().splitlines()] == [1, 2]
     assert [path.name for path in other.run_dir.iterdir() if path.name.startswith(".")] == []
@@ -61,7 +61,7 @@ def test_a_run_does_not_start_at_zero_when_all_copies_are_damaged(tmp_path, fold
     for step in (2, 4):
         DAMAGES["a flipped bit"](remote_dir(tmp_path, step))
     with pytest.raises(UserError, match="will not start again at step 0 by itself"):
-        start_there(on_empty_disk(config, tmp_path / "b"))
+        start_from_remote(on_empty_disk(config, tmp_path / "b"))
 
 
 def test_copies_of_another_format_are_neither_used_nor_removed(tmp_path, folder_url, caplog):
@@ -72,7 +72,7 @@ def test_copies_of_another_format_are_neither_used_nor_removed(tmp_path, folder_
     (remote_dir(tmp_path, 2) / MANIFEST).unlink()
     write_manifest(remote_dir(tmp_path, 2), replace(manifest, format=1))
     with pytest.raises(UserError, match="Every checkpoint in"):
-        start_there(on_empty_disk(config, tmp_path / "b"))
+        start_from_remote(on_empty_disk(config, tmp_path / "b"))
     shutil.rmtree(step_dir(config.run_dir, 2))
     save(config, 4)
     assert copy_all(config) == []
@@ -85,7 +85,7 @@ def test_a_lost_run_file_there_does_not_hide_the_copies(tmp_path, folder_url):
     copy_all(config)
     (remote_dir(tmp_path, 2).parent / RUN_FILE).write_text("{")
     other = on_empty_disk(config, tmp_path / "b")
-    assert start_there(other) == 2
+    assert start_from_remote(other) == 2
     assert json.loads((remote_dir(tmp_path, 2).parent / RUN_FILE).read_text()) == {"run_id": "run-a"}
 
 
@@ -94,12 +94,12 @@ def test_a_damaged_history_costs_the_history_only(tmp_path, folder_url, caplog):
     copy_all(config)
     flip_a_byte(remote_dir(tmp_path, 2) / "run" / HISTORY)
     other = on_empty_disk(config, tmp_path / "b")
-    assert start_there(other) == 2
+    assert start_from_remote(other) == 2
     assert not (other.run_dir / HISTORY).exists()
     assert "metrics.jsonl of step 2 is damaged or missing" in caplog.text
 
 
-def test_a_manifest_that_points_outside_is_no_copy(tmp_path, folder_url):
+def test_a_copy_whose_manifest_points_outside_is_ignored(tmp_path, folder_url):
     config = make_run(tmp_path / "a", 2, 4, remote=folder_url)
     copy_all(config)
     evil = read_manifest(remote_dir(tmp_path, 4))
@@ -107,7 +107,7 @@ def test_a_manifest_that_points_outside_is_no_copy(tmp_path, folder_url):
     write_manifest(
         remote_dir(tmp_path, 4), replace(evil, files=evil.files | {"../../escaped": {"size": 1, "xxh3_128": "0"}})
     )
-    assert start_there(on_empty_disk(config, tmp_path / "b")) == 2
+    assert start_from_remote(on_empty_disk(config, tmp_path / "b")) == 2
     with pytest.raises(DamagedCheckpoint):
         verify(remote_dir(tmp_path, 4))
 
@@ -116,7 +116,7 @@ def test_a_directory_with_checkpoints_is_left_alone(tmp_path, folder_url):
     config = make_run(tmp_path / "a", 2, 4, remote=folder_url)
     copy_all(config)
     shutil.rmtree(step_dir(config.run_dir, 4))
-    assert start_there(config) is None
+    assert start_from_remote(config) is None
     assert [path.name for path in scan(config.run_dir)] == ["global_step_2"]
 
 
@@ -125,21 +125,21 @@ def test_another_runs_folder_is_refused(tmp_path, folder_url):
     config = make_run(tmp_path / "b", 2, remote=folder_url, run_id="run-b")
     before = (remote_dir(tmp_path, 2) / MANIFEST).read_bytes()
     with pytest.raises(UserError, match=r"another run, up to step 4(.|\n)*experiment_name(.|\n)*overwrite=true"):
-        start_there(config)
+        start_from_remote(config)
     # If a start could not check the folder, the background copies of the run refuse the folder in the same way.
     assert copy_all(config) == [2]
     assert (remote_dir(tmp_path, 2) / MANIFEST).read_bytes() == before
 
 
 @pytest.mark.parametrize("way", ["overwrite", "fork"])
-def test_another_runs_folder_is_taken_over_when_asked_for(tmp_path, folder_url, way, caplog):
+def test_overwrite_or_fork_takes_over_another_runs_remote_folder(tmp_path, folder_url, way, caplog):
     first = make_run(tmp_path / "a", 2, 9, remote=folder_url)
     copy_all(first)
     config = on_empty_disk(first, tmp_path / "b")
     source = None
     if way == "overwrite":
         config.trainer.overwrite = True
-        assert start_there(config) is None
+        assert start_from_remote(config) is None
     else:
         source = tmp_path / "elsewhere" / "global_step_1"
         config.trainer.resume_mode, config.trainer.resume_from_path = "resume_path", str(source)
@@ -156,20 +156,20 @@ def test_another_runs_folder_is_taken_over_when_asked_for(tmp_path, folder_url, 
     # On an empty disk the new run's checkpoints count, although the old run got further.
     again = on_empty_disk(config, tmp_path / "c")
     again.trainer.resume_mode = config.trainer.resume_mode
-    assert start_there(again, source) == 4
+    assert start_from_remote(again, source) == 4
     assert json.loads((again.run_dir / RUN_FILE).read_text())["run_id"] == "run-new"
 
 
 @pytest.mark.parametrize("setting", ["disable", "overwrite"])
-def test_a_run_that_is_to_start_anew_fetches_nothing(tmp_path, folder_url, setting):
+def test_a_run_that_starts_anew_downloads_nothing(tmp_path, folder_url, setting):
     config = make_run(tmp_path / "a", 2, remote=folder_url)
     copy_all(config)
     other = on_empty_disk(config, tmp_path / "b")
     if setting == "disable":
         other.trainer.resume_mode = "disable"
         with pytest.raises(UserError, match="holds checkpoints of another run"):
-            start_there(other)
+            start_from_remote(other)
     else:
         other.trainer.overwrite = True
-        assert start_there(other) is None
+        assert start_from_remote(other) is None
     assert scan(other.run_dir) == []

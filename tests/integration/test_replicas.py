@@ -15,7 +15,7 @@ from rlhf.assemble.replicas import settle_replicas
 from rlhf.backends import gradient_sums
 from rlhf.config import Config
 from rlhf.planning import check
-from tests.support.adapted_engines import ADAPTED, either_engine
+from tests.support.adapted_engines import ADAPTED, engine_with_or_without_adapters
 from tests.support.checkpoints import equal_bits, make_checkpointer, make_config, make_coordinator, resume, run_ranks
 from tests.support.engines import ENGINES, accumulate, state_of, train
 from tests.support.in_float64 import TOLERANCE, in_float64
@@ -38,7 +38,7 @@ def config_of(folder: str, name: str, kind: str) -> Config:
 @in_float64()
 def exactly(name: str) -> dict[str, Any]:
     """Return metrics and final state of three steps of two micro-batches, and the gradient sums of one step."""
-    backend, sums = either_engine(name, seed=1), []
+    backend, sums = engine_with_or_without_adapters(name, seed=1), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gradient_sums, "all_sum", lambda flat, send=gradient_sums.all_sum: sums.append(1) or send(flat))
         accumulate(backend, 0)
@@ -51,7 +51,7 @@ def exactly(name: str) -> dict[str, Any]:
 
 def saved(folder: str, name: str, kind: str) -> dict[str, Any]:
     """Train two steps, save, train on, and resume from the save with a new engine."""
-    backend, config = either_engine(name, seed=1), config_of(folder, name, kind)
+    backend, config = engine_with_or_without_adapters(name, seed=1), config_of(folder, name, kind)
     train(backend, 0, 1)
     assert make_checkpointer(config, backend, 2).save(2) is not None
     shards = {**backend.model_shards(), **backend.optimizer_shards()}
@@ -59,14 +59,14 @@ def saved(folder: str, name: str, kind: str) -> dict[str, Any]:
     kept["copy"] = {name: shard.local.clone() for name, shard in shards.items()}
     kept["numel"] = sum(shard.local.numel() for shard in shards.values() if shard.saved_here)
     train(backend, 2)
-    resumed = either_engine(name, seed=2)
+    resumed = engine_with_or_without_adapters(name, seed=2)
     assert resume(config, resumed) == 2
     train(resumed, 2)
     return kept | {"end": state_of(backend), "resumed": state_of(resumed)}
 
 
 def opened(folder: str, name: str, kind: str, by: str) -> dict[str, Any]:
-    backend = either_engine(by, seed=3)
+    backend = engine_with_or_without_adapters(by, seed=3)
     assert resume(config_of(folder, name, kind), backend) == 2
     return state_of(backend)
 
@@ -138,7 +138,7 @@ def test_gradients_are_sent_once_per_optimizer_step(found, trained):
     assert found[0][trained][REPLICAS]["sums"] == (0, 1)
 
 
-def test_a_gradient_that_a_rank_lacks_is_summed_and_one_that_all_lack_stays_absent(found):
+def test_gradients_missing_on_some_ranks_are_summed_and_on_all_stay_none(found):
     assert all(rank["absent"] == [[[21.0], [20.0], [31.0], None, None]] * 2 for rank in found)
 
 
@@ -159,7 +159,7 @@ def test_each_tensor_is_saved_by_one_rank_and_both_save_about_half(found, traine
     assert first["numel"] + second["numel"] == whole
 
 
-def test_null_keeps_the_checkpoints_replicas_and_a_new_run_has_what_fits(found):
+def test_dp_replicate_null_follows_the_checkpoint_or_the_memory_plan(found):
     for rank in found:
         kept = {"fsdp2": 1, REPLICAS: 2, f"{REPLICAS}, two machines": 1, f"{REPLICAS}, no memory": 1}
         assert rank["settled"] == kept | {"new": 2, "new, little memory": 1, "new, two machines": 1}
@@ -171,7 +171,7 @@ def test_a_resumed_run_has_the_same_bits(found, trained):
 
 
 @WHOLE_AND_ADAPTERS
-def test_shards_open_what_replicas_saved_and_replicas_what_shards_saved(found, trained):
+def test_shards_and_replicas_load_checkpoints_of_each_other(found, trained):
     for rank in found:
         for kind in KINDS:
             assert equal_bits(rank[trained][kind]["opened"], rank[trained][kind]["state"])

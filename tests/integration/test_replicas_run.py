@@ -48,13 +48,13 @@ def calm(folder, sums) -> str:
     return done.output
 
 
-def test_replicas_are_chosen_and_said(folder, calm):
+def test_the_memory_plan_chooses_replicas_and_logs_them(folder, calm):
     assert "backend.dp_replicate=2 of 2 ranks, by the memory plan" in calm
     assert calm.count("Each rank trains a whole replica of the model without FSDP2") == 1
     assert replicas_of(run_dir(folder, "calm")) == 2
 
 
-def test_a_killed_rank_changes_nothing(folder, sums, calm):
+def test_a_run_with_a_killed_rank_ends_with_the_same_bits(folder, sums, calm):
     kills = folder / "plan" / "kills.json"
     kills.parent.mkdir()
     kills.write_text(json.dumps([{"id": 0, "event": "update.mid", "observer": 1, "victim": "0", "after_step": 4}]))

@@ -97,7 +97,7 @@ def test_state_is_exactly_equal_at_another_number_of_ranks(config, ranks, writer
     assert len(set(sizes)) == (1 if readers == 1 else 2)
 
 
-def test_there_and_back_again_changes_no_bit(config, ranks):
+def test_loading_on_one_rank_and_again_on_two_changes_no_bit(config, ranks):
     saved = ranks(2, save, config)[0]
     ranks(1, go_on, config)
     back = ranks(2, load, config)[0]

@@ -67,7 +67,7 @@ def fill(config: Config, leave: int) -> Path:
     return filler
 
 
-def test_a_save_that_does_not_fit_removes_what_may_go_or_says_what_it_lacks(small_config):
+def test_a_save_without_space_removes_old_checkpoints_or_is_an_error(small_config):
     small_config.checkpoint.async_save = False
     small_config.checkpoint.max_to_keep = 2
 

@@ -106,7 +106,7 @@ def close(a: list[float], b: list[float]) -> bool:
 @pytest.mark.parametrize("pad", [0, 1, None, -1])
 @pytest.mark.parametrize("budget", [1, 60, 16384])
 @pytest.mark.parametrize("packed", [True, False])
-def test_scores_are_the_plain_model_s(tmp_path, architecture, pad, budget, packed):
+def test_scores_equal_those_of_the_plain_model(tmp_path, architecture, pad, budget, packed):
     classifier(architecture, tmp_path, pad_token_id=pad)
     with single_rank():
         model = build(tmp_path, packed=packed, forward_max_token_len_per_gpu=budget)
@@ -164,13 +164,13 @@ def test_the_end_of_long_chats_is_read(tmp_path):
         assert not close(cut, plain(tmp_path, ITEMS))
 
 
-def test_no_more_is_read_than_the_model_has_positions_for(tmp_path):
+def test_chats_are_truncated_to_the_positions_of_the_model(tmp_path):
     classifier("gpt2", tmp_path, n_positions=20)
     with single_rank():
         assert close(scores(build(tmp_path), ITEMS), plain(tmp_path, ITEMS, last=20))
 
 
-def test_without_a_chat_template_the_texts_are_put_end_to_end(tmp_path):
+def test_texts_are_concatenated_without_a_chat_template(tmp_path):
     classifier("llama", tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     with single_rank():
@@ -233,7 +233,7 @@ def test_two_ranks_with_different_numbers_of_items(tmp_path):
 
 
 @pytest.mark.parametrize("budget", [1, 60, 16384])
-def test_the_baseline_is_what_the_model_says_of_the_greedy_response(tmp_path, budget):
+def test_the_baseline_is_the_score_of_the_greedy_response(tmp_path, budget):
     classifier("llama", tmp_path)
     with single_rank():
         settings = {"filter_groups": UNFILTERED, "greedy": True}
@@ -262,7 +262,7 @@ def test_the_baseline_is_what_the_model_says_of_the_greedy_response(tmp_path, bu
 
 
 @pytest.mark.parametrize("labels", [2, 5])
-def test_one_label_it_must_be(tmp_path, labels):
+def test_a_reward_model_must_have_one_label(tmp_path, labels):
     classifier("llama", tmp_path, num_labels=labels)
     with pytest.raises(UserError, match=rf"^reward_model\.path={tmp_path} has {labels} labels, but .* needs one"):
         build(tmp_path)

@@ -60,7 +60,7 @@ def test_modes_of_aggregation_give_other_losses_for_the_same_samples(runs):
     assert len({record["actor/grad_norm"] for record in first}) == 3
 
 
-def test_several_epochs_over_mini_batches_meet_the_clip(runs):
+def test_several_epochs_over_mini_batches_raise_the_clip_fraction(runs):
     once, twice = runs(), runs("actor.ppo_epochs=3", "actor.clip_ratio_low=0.01", "actor.clip_ratio_high=0.01")
     assert once[0]["reward/mean"] == twice[0]["reward/mean"]
     assert once[0]["actor/pg_clipfrac"] < twice[0]["actor/pg_clipfrac"]
@@ -91,7 +91,7 @@ def test_stop_strings_end_samples_early(runs):
     assert stopped["response_length/mean"] < plain["response_length/mean"]
 
 
-def test_a_tiny_top_p_is_greedy_so_that_groups_teach_nothing(runs):
+def test_a_tiny_top_p_is_greedy_and_gives_no_gradient(runs):
     # The KL to the reference is off: its gradient is 0 only up to the rounding of log-probs.
     alone = "actor.use_kl_loss=false"
     plain, greedy = runs(alone)[0], runs(alone, "rollout.top_p=1e-6")[0]
@@ -111,7 +111,7 @@ def test_math_verify_is_a_reward(runs):
 
 
 @pytest.mark.parametrize("contents", ["hf_model", "model", "model,extra", "optimizer,hf_model"])
-def test_checkpoints_hold_what_contents_says_and_a_run_resumes_from_it(tmp_path, sums, contents):
+def test_checkpoints_have_exactly_contents_and_a_run_resumes_from_them(tmp_path, sums, contents):
     command = [
         f"checkpoint.contents=[{contents}]",
         "trainer.save_freq=1",

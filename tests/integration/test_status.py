@@ -106,7 +106,7 @@ def test_watch_follows_a_run_through_a_kill_and_its_restart(tmp_path):
         terminal.process.close(force=True)
 
 
-def test_folders_that_are_no_runs_and_the_same_run_twice(tmp_path, capsys):
+def test_a_folder_without_run_or_a_repeated_run_is_an_error(tmp_path, capsys):
     assert main([str(tmp_path)]) == EXIT_USER_ERROR
     says(capsys.readouterr().err, str(tmp_path), "not a run directory")
     run = run_folder(tmp_path / "a", 2)
@@ -117,7 +117,7 @@ def test_folders_that_are_no_runs_and_the_same_run_twice(tmp_path, capsys):
     says(capsys.readouterr().err, "metrics.jsonl", "damaged", "Remove the line")
 
 
-def test_states_without_a_living_process(tmp_path):
+def test_states_of_runs_without_a_process(tmp_path):
     assert read_state(run_folder(tmp_path / "new", 0)).state == "not started"
     assert read_state(run_folder(tmp_path / "gone", 2)).state == "crashed"
     for kind, state in (("stopped", "stopped"), ("failed", "crashed"), ("finished", "finished")):

@@ -13,7 +13,7 @@ import pytest
 import rlhf
 from rlhf.cli.compare import main
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
-from tests.support.launching import TINY_POLICY, model_that_is_never_read, write_sums
+from tests.support.launching import TINY_POLICY, policy_that_blocks_loading, write_sums
 
 SMALL = [
     "trainer.total_training_steps=1",
@@ -39,7 +39,7 @@ def sweep(folder: Path) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_a_failed_run_is_reported_and_made_up_for(tmp_path, capsys):
+def test_a_failed_run_is_reported_and_started_again_by_the_same_command(tmp_path, capsys):
     project = tmp_path / "checkpoints" / "rlhf"
     first, second = (project / f"offline-trainer.seed-{seed}" for seed in (1, 2))
     project.mkdir(parents=True)
@@ -72,7 +72,7 @@ def test_a_failed_run_is_reported_and_made_up_for(tmp_path, capsys):
 
 def test_sigterm_between_two_runs_stops_the_sweep(tmp_path):
     """The first run is rejected. The second run waits before it has ranks."""
-    wrong, waits = shutil.copytree(TINY_POLICY, tmp_path / "wrong"), model_that_is_never_read(tmp_path / "waits")
+    wrong, waits = shutil.copytree(TINY_POLICY, tmp_path / "wrong"), policy_that_blocks_loading(tmp_path / "waits")
     (wrong / "chat_template.jinja").write_text("{% if %}")
     command = ["-m", "rlhf.train", "-m", "recipes=null", *SMALL, f"model.path={wrong},{waits}"]
     process = subprocess.Popen(

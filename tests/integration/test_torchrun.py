@@ -56,7 +56,7 @@ sys.exit(restart == "0")
 
 
 @pytest.mark.slow
-def test_a_rank_knows_its_torchrun_in_every_attempt_and_from_behind_a_script(tmp_path, launches):
+def test_a_rank_identifies_its_torchrun_launch_in_every_attempt(tmp_path, launches):
     """Two launches with the run id "none", which every launch without an elastic rendezvous has."""
     (tmp_path / "agent.py").write_text(AGENT)
     script = tmp_path / "rank.sh"

@@ -146,7 +146,7 @@ def test_the_exported_model_opens_as_a_hugging_face_model(undisturbed):
     assert tokenizer.decode(response, skip_special_tokens=True).strip().isdigit()
 
 
-def test_a_finished_run_says_so(ends, undisturbed):
+def test_starting_a_finished_run_reports_that_it_is_finished(ends, undisturbed):
     end = ends["again"].result()
     assert end.code == EXIT_DONE, end.output
     assert f"The run in {undisturbed.run_dir(1)} is finished at step {STEPS}." in end.output
@@ -176,7 +176,7 @@ def test_parquet_with_verl_columns_a_function_with_details_and_one_that_hangs(en
     assert end.output.count("took longer than reward.timeout_s=5 on 4 samples, which score") == 1
 
 
-def test_a_mistake_that_only_the_ranks_can_see_is_told_once_and_not_retried(ends, folder):
+def test_a_user_error_in_the_ranks_is_reported_once_and_not_retried(ends, folder):
     end = ends["too_long"].result()
     assert end.code == EXIT_USER_ERROR
     assert end.output.count("data.max_prompt_length=5") == 1
@@ -185,7 +185,7 @@ def test_a_mistake_that_only_the_ranks_can_see_is_told_once_and_not_retried(ends
     assert saved_steps(folder / "rlhf" / "too_long") == []
 
 
-def test_an_epoch_ends_with_its_prompts_those_that_were_dropped_included(tmp_path, sums):
+def test_an_epoch_counts_dropped_prompts(tmp_path, sums):
     overrides = (
         "algorithm.filter_groups.enable=true",
         "data.gen_batch_size=10",

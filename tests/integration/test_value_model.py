@@ -1,4 +1,4 @@
-"""A value head on any causal LM: how it starts, what it keeps, and that other tools can open it."""
+"""A value head on any causal LM: its initial values, the weights that it keeps, and its export to other tools."""
 
 import json
 import logging

@@ -33,7 +33,7 @@ def evaluation(n: int) -> tuple[list[AnsweredPrompt], dict[str, Any]]:
     return prompts, {"data_sources": sources, "sample_uids": uids, "infos_dict": numbers}
 
 
-def test_what_verl_names_alike_is_equal(tmp_path):
+def test_validation_metrics_with_verls_names_equal_verls(tmp_path):
     cases = {n: evaluation(n) for n in (1, 2, 5, 8)}
     (tmp_path / "cases").write_text(json.dumps([case for _, case in cases.values()]))
     every = json.loads(run_in_peers(SCRIPT, tmp_path / "cases").splitlines()[-1])

@@ -159,7 +159,7 @@ def log_probs(model: Any, prompt: list[int], response: list[int], params: Sampli
     return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
-def test_the_process_is_left_as_it_was(pair: Pair):
+def test_vllm_restores_the_process_state(pair: Pair):
     assert pair.changed == set()
 
 
@@ -235,7 +235,7 @@ def test_nothing_of_earlier_calls_matters_to_the_bit(pair: Pair):
     assert again() == first
 
 
-def test_what_ends_a_sample(pair: Pair):
+def test_samples_end_at_stop_strings_eos_or_max_tokens(pair: Pair):
     forever = pair.sampled(replace(RANDOM, ignore_eos=True))
     assert {(len(s), s.finish_reason) for s in forever} == {(24, "length")}
     short = pair.sampled(replace(RANDOM, ignore_eos=True, stop=("5", "e")))
@@ -247,7 +247,7 @@ def test_what_ends_a_sample(pair: Pair):
         assert at_the_end == (sample.finish_reason == "stop"), text
 
 
-def test_prompts_that_cannot_be(pair: Pair):
+def test_empty_and_too_long_prompts_are_errors(pair: Pair):
     with pytest.raises(UserError, match=r"data\.max_prompt_length"):
         sampled(pair.vllm, [Request(1, [7] * 100)], RANDOM, 3, seed=1, step=1)
     with pytest.raises(ValueError, match="a prompt has no tokens"):
@@ -255,7 +255,7 @@ def test_prompts_that_cannot_be(pair: Pair):
     assert sampled(pair.vllm, [], RANDOM, 3, seed=1, step=1) == []
 
 
-def test_after_an_update_it_is_a_fresh_engine_with_those_weights(pair: Pair, tmp_path: Path):
+def test_an_updated_engine_equals_a_new_engine_with_the_same_weights(pair: Pair, tmp_path: Path):
     from rlhf.rollout.vllm.engine_start import ENVIRONMENT
     from rlhf.rollout.vllm.process_state import ProcessState
 
@@ -474,7 +474,7 @@ def experts_beside_the_embedded_engine() -> list[tuple[Any, Any, float]]:
     return found
 
 
-def test_experts_are_handed_over_one_by_one():
+def test_experts_are_synced_one_by_one():
     """vLLM expects the tensor names of the files. It packs experts only at the first load, so we pack reloaded experts.
     The test needs its own process, because vLLM cannot load experts in a process that has had a dense model."""
     (found,) = run_ranks(1, experts_beside_the_embedded_engine)
@@ -518,7 +518,7 @@ def zero3_and_an_engine_for_both(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("function", [fsdp2_and_an_engine_each, zero3_and_an_engine_for_both])
-def test_on_two_ranks_each_gets_its_own(function, tmp_path):
+def test_two_ranks_have_an_engine_each_or_share_one(function, tmp_path):
     before = set(SHARED_MEMORY.iterdir())
     results = run_ranks(2, partial(function, tmp_path / "model"))
     # vLLM creates its shared memory anew at each start, so nothing would remove a leftover.

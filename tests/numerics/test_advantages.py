@@ -61,7 +61,7 @@ class Case:
         elif name == "reinforce_plus_plus":
             rows = reference.whiten(reference.rewards_to_go(rewards, mask, config.gamma))
         elif name == "reinforce_plus_plus_baseline":
-            rows = reference.whiten(reference.by_group(rewards, mask, n, reference.less_group_mean))
+            rows = reference.whiten(reference.by_group(rewards, mask, n, reference.subtract_group_mean))
         else:
             togo = reference.rewards_to_go(rewards, mask, 1.0)
             rows = [[value - b for value in row] for row, b in zip(togo, self.baselines, strict=True)]

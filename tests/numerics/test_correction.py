@@ -15,7 +15,7 @@ from rlhf.learning.guards import Guards
 from tests.support import float_reference as reference
 from tests.support.numeric_ranks import single_rank
 from tests.support.tables import close, random_mask, random_table, tensor
-from tests.support.tiny_updates import as_held, random_batch, tiny_qwen2
+from tests.support.tiny_updates import balance_in_order, random_batch, tiny_qwen2
 from tests.support.update_cases import OPTIM, engine
 
 
@@ -119,7 +119,7 @@ def test_guards_reject_a_batch_with_rollout_log_probs_that_are_not_finite(log_pr
     with single_rank():
         backend = engine(tiny_qwen2(), config, BackendConfig())
         actor = Actor(backend, config, correction, temperature=1.0, scale=9, log_prob_budget=60)
-        assert actor.update(batch, as_held(batch, 1), guards) == {}
+        assert actor.update(batch, balance_in_order(batch, 1), guards) == {}
         assert backend.extra_state()["steps_taken"]["optimizer_step"] == 0
     assert guards.rejected is not None
     assert (guards.rejected.metric, repr(guards.rejected.value)) == ("rollout_log_probs", repr(log_prob))

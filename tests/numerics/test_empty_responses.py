@@ -25,7 +25,7 @@ from rlhf.models.log_prob_head import with_log_probs
 from tests.support.in_float64 import TOLERANCE, in_float64
 from tests.support.numeric_ranks import single_rank
 from tests.support.plain_update import on_grid
-from tests.support.tiny_updates import EveryBatch, as_held, fill, random_batch, tiny_qwen2, tiny_value_model
+from tests.support.tiny_updates import EveryBatch, balance_in_order, fill, random_batch, tiny_qwen2, tiny_value_model
 from tests.support.update_cases import OPTIM, engine
 
 EMPTY = 2
@@ -61,8 +61,8 @@ def trained(batch: EveryBatch, role: str, mode: str, budget: int) -> tuple[dict[
         if role == "critic":
             config = CriticConfig(**settings)
             critic = critic_of(config, budget)
-            batch = replace(batch, values=critic.all_values(batch, as_held(batch)))
-            figures = critic.update(batch, as_held(batch), judge)
+            batch = replace(batch, values=critic.all_values(batch, balance_in_order(batch)))
+            figures = critic.update(batch, balance_in_order(batch), judge)
             backend = critic.backend
         else:
             config = ActorConfig(
@@ -82,7 +82,7 @@ def trained(batch: EveryBatch, role: str, mode: str, budget: int) -> tuple[dict[
                 scale=9,
                 log_prob_budget=budget,
             )
-            reference, held = Policy(backend, 1.0, budget), as_held(batch)
+            reference, held = Policy(backend, 1.0, budget), balance_in_order(batch)
             batch = replace(
                 batch,
                 ref_log_probs=reference.all_log_probs(batch, held),
@@ -150,8 +150,8 @@ def test_values_with_a_constant_error_have_explained_variance_one():
     config = CriticConfig(optim=OPTIM)
     with single_rank():
         critic = critic_of(config)
-        values = critic.all_values(batch, as_held(batch))
-        figures = critic.update(replace(batch, values=values, returns=values + 3), as_held(batch), guards())
+        values = critic.all_values(batch, balance_in_order(batch))
+        figures = critic.update(replace(batch, values=values, returns=values + 3), balance_in_order(batch), guards())
     assert figures["critic/explained_variance"] == pytest.approx(1)
 
 
@@ -166,8 +166,8 @@ def test_explained_variance_is_over_all_mini_batches(rows):
     config, inside = CriticConfig(optim=OPTIM), batch.response_mask.bool()
     with single_rank():
         critic = critic_of(config)
-        values = critic.all_values(batch, as_held(batch)) + levels
-        figures = critic.update(replace(batch, values=values, returns=returns), as_held(batch, 2), guards())
+        values = critic.all_values(batch, balance_in_order(batch)) + levels
+        figures = critic.update(replace(batch, values=values, returns=returns), balance_in_order(batch, 2), guards())
     target, error = returns[inside].double(), (returns.double() - values)[inside]
     expected = 1 - error.var(correction=0) / target.var(correction=0)
     assert figures["critic/explained_variance"] == pytest.approx(float(expected), rel=1e-9)

@@ -23,7 +23,7 @@ from rlhf.ranks.gloo import GlooTransport
 from tests.support.checkpoints import equal_bits
 from tests.support.in_float64 import TOLERANCE, in_float64
 from tests.support.numeric_ranks import run_ranks, single_rank
-from tests.support.tiny_updates import as_held, random_batch, tiny_qwen2
+from tests.support.tiny_updates import balance_in_order, random_batch, tiny_qwen2
 
 CPU = torch.device("cpu")
 ALPHA = 0.25
@@ -44,7 +44,7 @@ def moved(config: RefConfig, steps: int) -> tuple[list[int], dict[str, Tensor], 
     )
     model = Fsdp2Model(tiny_qwen2(seed=100), BackendConfig(reshard_after_forward=False), CPU)
     reference, batch = Reference(model, 1.0, 40, config), random_batch(seed=3, samples=4)
-    held = as_held(batch, ranks=dist.get_world_size())
+    held = balance_in_order(batch, ranks=dist.get_world_size())
     at = []
     for step in range(1, steps + 1):
         # The pass leaves gathered weights in place (`reshard_after_forward=False`). `maybe_update` must not
@@ -107,7 +107,7 @@ def bfloat16_references() -> list[tuple[str, bool, bool]]:
     in float32. Only passes in float32 need weights that bfloat16 can express.
     """
     batch = random_batch(seed=3, samples=4)
-    held = as_held(batch, ranks=dist.get_world_size())
+    held = balance_in_order(batch, ranks=dist.get_world_size())
     reader = ModelReader(
         ModelFiles(ModelSource("model.path", ""), Path(), None, None, ""), Coordinator(GlooTransport()), CPU
     )

@@ -22,7 +22,7 @@ from rlhf.learning.actor import Actor
 from rlhf.learning.critic import Critic
 from rlhf.learning.guards import Guards
 from tests.support.numeric_ranks import single_rank
-from tests.support.tiny_updates import as_held, random_batch, tiny_qwen2, tiny_value_model
+from tests.support.tiny_updates import balance_in_order, random_batch, tiny_qwen2, tiny_value_model
 from tests.support.update_cases import engine
 
 SAMPLES = 6
@@ -72,7 +72,7 @@ class Calls:
 def test_each_pass_uses_its_own_budget(update, forward):
     expected = [{ONE_SAMPLE: SAMPLES, ALL: 1}[budget] for budget in (forward, update)]
     batch = random_batch(seed=2, samples=SAMPLES)
-    held = as_held(batch)
+    held = balance_in_order(batch)
     guards = Guards(GuardsConfig())
     guards.begin(1, 0.0)
 

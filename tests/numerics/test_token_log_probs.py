@@ -22,7 +22,7 @@ from rlhf.learning.actor import Actor
 from rlhf.learning.guards import Guards
 from tests.support.numeric_ranks import single_rank
 from tests.support.rounding import sum_bound
-from tests.support.tiny_updates import as_held, random_batch, tiny_qwen2
+from tests.support.tiny_updates import balance_in_order, random_batch, tiny_qwen2
 from tests.support.update_cases import OPTIM, engine
 
 TOKENS, HIDDEN, VOCAB = 50, 7, 31
@@ -196,7 +196,7 @@ def test_no_tensor_of_an_update_contains_all_logits(monkeypatch):
     monkeypatch.setitem(module.CHUNK_ELEMENTS, "cpu", 100 * 3000)
     batch = random_batch(seed=1, samples=40, response=(10, 30))
     tokens = int(batch.response_mask.sum())
-    spread = as_held(batch)
+    spread = balance_in_order(batch)
     guards = Guards(GuardsConfig())
     with actor(vocabulary=3000, entropy_coeff=0.1) as policy:
         guards.begin(1, 0.0)
@@ -213,7 +213,7 @@ def test_no_tensor_of_an_update_contains_all_logits(monkeypatch):
 
 def test_calculate_entropy_false_changes_no_weight():
     batch, guards = random_batch(seed=1, samples=8), Guards(GuardsConfig())
-    spread = as_held(batch)
+    spread = balance_in_order(batch)
     figures, weights = [], []
     for others in ({}, {"calculate_entropy": False}):
         with actor(vocabulary=40, **others) as policy:

@@ -22,7 +22,7 @@ from rlhf.rollout import Sample
 from tests.support.in_float64 import TOLERANCE, in_float64
 from tests.support.numeric_ranks import single_rank
 from tests.support.rounding import sum_bound
-from tests.support.tiny_updates import EveryBatch, as_held, fill, random_batch, tiny_qwen2, tiny_value_model
+from tests.support.tiny_updates import EveryBatch, balance_in_order, fill, random_batch, tiny_qwen2, tiny_value_model
 from tests.support.update_cases import OPTIM, engine
 
 GROUP, SAMPLES = 3, 12
@@ -87,7 +87,7 @@ def trained(role: str, mode: str, absent: bool) -> dict[str, Any]:
             backend = engine(tiny_qwen2(), actor, BackendConfig())
             trained = Actor(backend, actor, correction, temperature=1.0, scale=9, log_prob_budget=60)
             made.old_log_probs = made.rollout_log_probs
-        figures = trained.update(made, as_held(made, 2), guards())
+        figures = trained.update(made, balance_in_order(made, 2), guards())
         return {name: tensor.clone() for name, tensor in trained.backend.full_tensors()} | figures
 
 
@@ -107,7 +107,7 @@ def test_a_mini_batch_without_tokens_is_a_step_that_does_not_adapt_the_entropy_b
         backend, correction = engine(tiny_qwen2(), config, BackendConfig()), RolloutCorrectionConfig()
         actor = Actor(backend, config, correction, temperature=1.0, scale=9, log_prob_budget=60)
         made.old_log_probs = made.rollout_log_probs
-        figures = actor.update(made, as_held(made, 2), guards())
+        figures = actor.update(made, balance_in_order(made, 2), guards())
         assert backend.extra_state()["steps_taken"]["optimizer_step"] == 2
     assert figures["actor/empty_mini_batches"] == 0.5
     assert actor.entropy_control.state_dict()["coefficient"] == pytest.approx(0.4)
@@ -127,7 +127,7 @@ def test_metrics_leave_out_an_optimizer_step_without_tokens(in_mask: bool) -> No
             backend = engine(tiny_qwen2(), config, BackendConfig())
             actor = Actor(backend, config, RolloutCorrectionConfig(), temperature=1.0, scale=9, log_prob_budget=60)
             batch.old_log_probs = batch.rollout_log_probs
-            return actor.update(batch, as_held(batch, mini_batches), guards())
+            return actor.update(batch, balance_in_order(batch, mini_batches), guards())
 
     both, first = metrics(made, 2), metrics(made.select(slice(0, 6)), 1)
     of_steps = {"actor/grad_norm", "actor/lr", "actor/empty_mini_batches"}
@@ -145,7 +145,7 @@ def test_the_largest_difference_is_the_largest_of_all_mini_batches() -> None:
         actor = Actor(backend, config, RolloutCorrectionConfig(), temperature=1.0, scale=9, log_prob_budget=60)
         made.old_log_probs = made.rollout_log_probs + 0.1
         made.old_log_probs[-1, 0] += 3
-        figures = actor.update(made, as_held(made, 2), guards())
+        figures = actor.update(made, balance_in_order(made, 2), guards())
     assert figures["rollout/logprob_diff_max"] == pytest.approx(3.1)
 
 

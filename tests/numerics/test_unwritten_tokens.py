@@ -33,7 +33,7 @@ from tests.support.numeric_ranks import single_rank
 from tests.support.tiny_updates import (
     VOCAB,
     EveryBatch,
-    as_held,
+    balance_in_order,
     fill,
     random_batch,
     tiny_qwen2,
@@ -83,7 +83,7 @@ def guards() -> Guards:
 def trained(batch: EveryBatch, role: str, mode: str) -> dict[str, Tensor | float]:
     """Return weights and metrics after an update with every term of the loss."""
     settings = {"ppo_max_token_len_per_gpu": 60, "loss_agg_mode": mode, "optim": OPTIM}
-    held = as_held(batch, 2)
+    held = balance_in_order(batch, 2)
     trained: Actor | Critic
     with single_rank():
         if role == "critic":
@@ -148,11 +148,11 @@ def test_log_probs_and_values_of_unwritten_tokens_are_zero():
     batch = whole_batch()
     with single_rank():
         backend = engine(tiny_qwen2(), ActorConfig(optim=OPTIM), BackendConfig())
-        log_probs = Policy(backend, 1.0, 60).all_log_probs(batch, as_held(batch))
+        log_probs = Policy(backend, 1.0, 60).all_log_probs(batch, balance_in_order(batch))
         config = CriticConfig(optim=OPTIM)
         value_model = engine(tiny_value_model(), config, BackendConfig())
         critic = Critic(value_model, config, scale=9, budget=60, forward_budget=60)
-        values = critic.all_values(batch, as_held(batch))
+        values = critic.all_values(batch, balance_in_order(batch))
     for found in (log_probs, values):
         assert torch.equal(found != 0, batch.response_mask)
 

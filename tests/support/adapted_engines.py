@@ -49,7 +49,7 @@ def adapted_engine(
     return backend
 
 
-def either_engine(kind: str, seed: int) -> TrainingBackend:
+def engine_with_or_without_adapters(kind: str, seed: int) -> TrainingBackend:
     """Return a new engine with a model from `seed`, or with adapters from `seed` if `kind` ends with `ADAPTED`."""
     plain = kind.removesuffix(ADAPTED)
     return make_engine(kind, seed) if plain == kind else adapted_engine(plain, seed)

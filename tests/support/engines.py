@@ -51,7 +51,7 @@ def engines_in_float64() -> Iterator[None]:
         yield
 
 
-def apart_in_float64(steps: int, grad_clip: float) -> float:
+def allowed_float64_difference(steps: int, grad_clip: float) -> float:
     """Estimate how far the weights of two engines in float64 can be apart after `steps` optimizer steps.
 
     DeepSpeed computes the norm of the gradients, by which it clips them, in float32. So it scales all gradients of a

@@ -8,7 +8,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 @contextmanager
-def one_of(ranks: int) -> Iterator[None]:
+def fake_process_group(ranks: int) -> Iterator[None]:
     """Create a process group with this process as rank 0. The other ranks are made up, and send what rank 0 sends."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:

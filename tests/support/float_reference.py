@@ -77,7 +77,7 @@ def rloo(of_group: Sequence[float]) -> list[float]:
     return result
 
 
-def less_group_mean(of_group: Sequence[float]) -> list[float]:
+def subtract_group_mean(of_group: Sequence[float]) -> list[float]:
     return [s - mean(of_group) for s in of_group] if len(of_group) > 1 else list(of_group)
 
 

@@ -30,7 +30,7 @@ def sleep_forever() -> None:
         time.sleep(3600)
 
 
-def turn_forever() -> None:
+def busy_loop_forever() -> None:
     while True:
         pass
 
@@ -45,7 +45,7 @@ def stop_forever() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def wait_for_nobody() -> None:
+def block_in_collective() -> None:
     """Deadlock in a collective: the peers never send, and its deadline is later than the test's."""
     import torch
     import torch.distributed as dist

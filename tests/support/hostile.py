@@ -1,4 +1,4 @@
-"""Damages checkpoints as no accident would: manifests, files and documents that no trainer writes."""
+"""Forges checkpoints with manifests, files and documents that no trainer writes."""
 
 import json
 import os

@@ -37,7 +37,7 @@ def write_sums(path: Path, count: int = 30) -> Path:
     return path
 
 
-def model_that_is_never_read(folder: Path) -> Path:
+def policy_that_blocks_loading(folder: Path) -> Path:
     """Copy the bundled policy with a pipe as second chat template.
 
     A run waits at the pipe until stopped, before heavy imports and before ranks start.

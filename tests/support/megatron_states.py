@@ -31,7 +31,7 @@ def whole_layer(state: Weights, layer: int, config: PretrainedConfig) -> Weights
     return result
 
 
-def of_tensor_rank(layer: Weights, rank: int, ranks: int) -> Weights:
+def tensor_parallel_part(layer: Weights, rank: int, ranks: int) -> Weights:
     """Return a tensor parallel rank's part of a layer."""
     result = {}
     for name, value in layer.items():
@@ -66,7 +66,7 @@ def rank_weights(
             weights["embedding.word_embeddings.weight"] = embedding
         for local in range(per_chunk):
             layer = (chunk * stages + stage) * per_chunk + local
-            for name, value in of_tensor_rank(whole_layer(state, layer, config), rank, ranks).items():
+            for name, value in tensor_parallel_part(whole_layer(state, layer, config), rank, ranks).items():
                 weights[f"decoder.layers.{local}.{name}"] = value
         if (stage, chunk) == (stages - 1, chunks - 1):
             weights["decoder.final_layernorm.weight"] = state["model.norm.weight"].clone()

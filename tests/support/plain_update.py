@@ -1,4 +1,4 @@
-"""Computes updates as on a blackboard: one process, one sequence at a time, no padding, float64."""
+"""Computes reference updates in float64: one process, one sequence at a time, no padding."""
 
 import copy
 import math

@@ -27,7 +27,7 @@ def wrong(promises: Promises, root: Path, *, go_on: bool = True) -> list[str]:
         found += _halves(promises.start.config.run_dir)
     try:
         if promises.start.config.checkpoint.remote is not None and not go_on:
-            return found + wrong_on_an_empty_disk(promises)
+            return found + broken_promises_on_an_empty_disk(promises)
         found += on_every_rank(promises.start, lambda rank: _wrong_start(promises, rank, go_on))
     except Exception:
         return [*found, f"the start fails: {traceback.format_exc()}"]
@@ -36,7 +36,7 @@ def wrong(promises: Promises, root: Path, *, go_on: bool = True) -> list[str]:
     return found
 
 
-def wrong_on_an_empty_disk(promises: Promises) -> list[str]:
+def broken_promises_on_an_empty_disk(promises: Promises) -> list[str]:
     """Start as on another machine, with only the remote's copies, and return broken promises as lines."""
     shutil.rmtree(promises.start.config.run_dir, ignore_errors=True)
     run = TinyRun(promises.start, trajectory=9)

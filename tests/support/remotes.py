@@ -31,7 +31,7 @@ KILL_VARIABLE = "RLHF_TEST_KILL_ONCE_COPIED"
 _seen = 0
 
 
-class Weather:
+class InjectedFaults:
     """Faults of the next calls to the faulty remote, shared by all its instances in this process."""
 
     def __init__(self) -> None:
@@ -65,12 +65,12 @@ class Weather:
         self.before = before
 
 
-WEATHER = Weather()
+FAULTS = InjectedFaults()
 
 
 class FaultyFile(LocalFileOpener):
     def write(self, data: bytes) -> int:
-        WEATHER.meet("write", self.path)
+        FAULTS.meet("write", self.path)
         return super().write(data)
 
 
@@ -78,31 +78,31 @@ LOCAL = LocalFileSystem()
 
 
 class FaultyFileSystem(LocalFileSystem):
-    """A local folder with the faults of `Weather`."""
+    """A local folder with the faults of `InjectedFaults`."""
 
     protocol = "faulty"
 
     def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> LocalFileOpener:
-        WEATHER.meet(f"open {mode}", path)
+        FAULTS.meet(f"open {mode}", path)
         if "w" in mode:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
         return FaultyFile(path, mode, fs=self)
 
     def info(self, path: str, **kwargs: Any) -> dict:
-        WEATHER.meet("info", path)
+        FAULTS.meet("info", path)
         return LOCAL.info(path)
 
     def ls(self, path: str, detail: bool = False, **kwargs: Any) -> list:
-        WEATHER.meet("ls", path)
+        FAULTS.meet("ls", path)
         return LOCAL.ls(path, detail)
 
     def rm_file(self, path: str) -> None:
-        WEATHER.meet("rm_file", path)
+        FAULTS.meet("rm_file", path)
         LOCAL.rm_file(path)
 
     def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
         """Delete one file per call, like an object store."""
-        WEATHER.meet("rm", path)
+        FAULTS.meet("rm", path)
         for name in LOCAL.find(path):
             self.rm_file(name)
         shutil.rmtree(path)
@@ -170,7 +170,7 @@ def on_empty_disk(config: Config, folder: Path) -> Config:
     return other
 
 
-def start_there(config: Config, source: Path | None = None) -> int | None:
+def start_from_remote(config: Config, source: Path | None = None) -> int | None:
     """Run a start up to the ranks (restore, identity, claim); return the restored step."""
     store = remote_store(config)
     step = restore(store, config, source)

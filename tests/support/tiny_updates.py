@@ -133,7 +133,7 @@ def fill(advantages: Advantages, batch: EveryBatch, guards: Guards) -> dict[str,
     return figures
 
 
-def as_held(batch: Batch, mini_batches: int = 1, ranks: int = 1) -> SampleBalance:
+def balance_in_order(batch: Batch, mini_batches: int = 1, ranks: int = 1) -> SampleBalance:
     """Return the balance of a step with the same samples on every rank, in the order of `batch`."""
     lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
     size = len(lengths) // mini_batches

@@ -55,7 +55,7 @@ def test_crashes_kills_and_the_end_are_alerts_from_the_first_start_with_alerts_o
     assert of(before + life[:5], ended=True) == found[:2]
 
 
-def test_of_processes_that_find_the_same_alert_one_sends_it(tmp_path: Path):
+def test_only_one_of_several_processes_sends_the_same_alert(tmp_path: Path):
     alerts = [Alert("crashed", f"killed after {number}", "text", 5) for number in range(100)]
     with ThreadPoolExecutor(16) as pool:
         for alert in alerts:
@@ -139,7 +139,7 @@ def test_a_webhook_is_asked_again_only_if_it_has_not_taken_the_alert(monkeypatch
     assert not [text for text in (late, gone) if "s3cr3t" in text]
 
 
-def test_mistakes_are_found_before_the_run_and_the_address_stays_hidden():
+def test_invalid_alert_settings_are_rejected_without_showing_the_webhook():
     with pytest.raises(UserError, match=r"tracking\.alerts\.command=.*notifi is not a program"):
         check_alerts(AlertsConfig(command=["notifi"]))
     with pytest.raises(UserError, match=r"tracking\.alerts\.webhook is not an address") as raised:
@@ -158,7 +158,7 @@ def watcher_of(run_dir: Path, starts: int = 0, **settings: object) -> AlertWatch
     return AlertWatcher(run_dir, "rlhf/a", AlertsConfig(command=listener(run_dir), **settings), starts)
 
 
-def test_the_next_command_is_not_reported_as_killed_by_the_process_of_the_one_before(tmp_path: Path):
+def test_the_previous_watcher_does_not_report_the_next_command_as_killed(tmp_path: Path):
     watcher = watcher_of(tmp_path)
     record_event(tmp_path, "started", alerts=True)
     record_event(tmp_path, "saved", step=2)
@@ -207,7 +207,7 @@ def test_a_run_that_does_not_learn_is_one_alert_from_the_first_step_on(tmp_path:
     assert "did not rise" in line[0]["text"]
 
 
-def test_a_loss_that_is_no_number_is_an_alert_at_once(tmp_path: Path):
+def test_a_nan_loss_sends_an_alert_at_once(tmp_path: Path):
     watcher = watcher_of(tmp_path)
     write_steps(tmp_path, [0.1, 0.2, 0.3])
     watcher.look()
@@ -218,7 +218,7 @@ def test_a_loss_that_is_no_number_is_an_alert_at_once(tmp_path: Path):
     assert heard(tmp_path) == ["unstable"]
 
 
-def test_a_loss_that_is_no_number_brings_no_other_verdict_forward(tmp_path: Path):
+def test_a_nan_loss_does_not_alert_early_that_nothing_was_learned(tmp_path: Path):
     history, watcher = History(tmp_path / "metrics.jsonl"), watcher_of(tmp_path)
     for step in range(1, 12):
         same = dict.fromkeys(("reward/mean", "reward/min", "reward/max"), 0.0)

@@ -44,7 +44,7 @@ def test_table_and_entries_have_the_same_names():
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_an_entry_holds_its_row_and_nothing_else(name):
+def test_an_algorithm_entry_has_exactly_the_settings_of_its_table_row(name):
     assert leaves(yaml.safe_load(ENTRIES[name].read_text())) == ALGORITHMS[name].settings()
 
 
@@ -97,7 +97,7 @@ def test_named_losses_are_the_functions_of_that_name(name):
         ({"algorithm__adv_estimator": "gae", "critic__enable": False}, False),
     ],
 )
-def test_who_needs_a_critic(changes, critic):
+def test_needs_critic_follows_estimator_and_settings(changes, critic):
     config = make(**changes)
     assert needs_critic(config.algorithm, config.critic) is critic
 
@@ -112,7 +112,7 @@ def test_who_needs_a_critic(changes, critic):
         ({"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__kl_coef": 0.0}, False),
     ],
 )
-def test_who_needs_a_reference(changes, reference):
+def test_needs_reference_follows_kl_and_reference_settings(changes, reference):
     config = make(**changes)
     assert needs_reference(config.actor, config.algorithm) is reference
 
@@ -174,7 +174,7 @@ REJECTED: list[tuple[dict, str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), REJECTED, ids=[str(changes) for changes, _ in REJECTED])
-def test_refused(changes, message):
+def test_invalid_algorithm_settings_are_rejected(changes, message):
     (line,) = problems(**changes)
     assert message in line
 
@@ -189,11 +189,11 @@ ACCEPTED: dict[str, dict] = {
 
 
 @pytest.mark.parametrize("changes", ACCEPTED.values(), ids=ACCEPTED.keys())
-def test_accepted(changes):
+def test_valid_algorithm_settings_are_accepted(changes):
     assert problems(**changes) == []
 
 
-def test_all_problems_at_once():
+def test_all_problems_of_the_settings_are_reported_together():
     assert len(problems(algorithm__adv_estimator="x", actor__policy_loss__loss_mode="y", ref__update_freq=1)) == 3
 
 
@@ -261,13 +261,13 @@ def estimators(tmp_path) -> Path:
     return tmp_path / "estimators.py"
 
 
-def test_an_estimator_of_the_user(estimators):
+def test_a_custom_estimator_is_loaded_from_its_file(estimators):
     estimate = load_estimator(f"{estimators}:good")(OUTCOME, Config().algorithm)
     assert torch.equal(estimate.advantages, 2 * OUTCOME.mask)
     assert estimate.returns is None
 
 
-def test_what_lies_outside_the_mask_does_not_matter(estimators):
+def test_values_outside_the_mask_do_not_affect_a_custom_estimator(estimators):
     estimate = load_estimator(f"{estimators}:not_finite_outside")(OUTCOME, Config().algorithm)
     assert torch.equal(estimate.advantages, OUTCOME.mask)
 
@@ -284,13 +284,13 @@ def test_what_lies_outside_the_mask_does_not_matter(estimators):
         ("not_finite", "returned advantages that are not finite."),
     ],
 )
-def test_what_an_estimator_returns_is_checked(estimators, name, message):
+def test_an_invalid_result_of_a_custom_estimator_is_an_error(estimators, name, message):
     estimator = load_estimator(f"{estimators}:{name}")
     with pytest.raises(UserError, match=re.escape(f"algorithm.adv_estimator={estimators}:{name} {message}")):
         estimator(OUTCOME, Config().algorithm)
 
 
-def test_an_estimator_that_raises_is_told_with_one_traceback(estimators):
+def test_an_exception_in_a_custom_estimator_is_reported_with_one_traceback(estimators):
     with pytest.raises(UserError) as caught:
         load_estimator(f"{estimators}:raises")(OUTCOME, Config().algorithm)
     message = str(caught.value)
@@ -334,7 +334,7 @@ def raises(log_probs, old_log_probs, advantages, mask, config):
 """
 
 
-def test_a_loss_of_the_user(tmp_path):
+def test_a_custom_policy_loss_is_loaded_and_its_result_checked(tmp_path):
     file = tmp_path / "my_losses.py"
     file.write_text(LOSS_FILE)
     ones, log_probs = torch.ones(2, 3), torch.zeros(2, 3, requires_grad=True)

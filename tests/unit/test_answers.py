@@ -22,7 +22,7 @@ from tests.support.letters import letter_tokenizer
         (True, ["rewards.py:score"], False),
     ],
 )
-def test_numbers_for_a_function_of_the_users_get_a_warning(answer, functions, warns, tmp_path, caplog):
+def test_numeric_answers_for_a_custom_reward_function_log_a_warning(answer, functions, warns, tmp_path, caplog):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "40 + 2", "answer": answer}) + "\n")
     data = DataConfig(train_files=str(tmp_path / "rows.jsonl"))
     prompts = build_train_set(data, RewardConfig(functions=["reward_model"]), 1, letter_tokenizer())

@@ -43,7 +43,7 @@ def test_wandb_without_a_login_is_refused_before_slower_checks(tmp_path, monkeyp
         check_inputs(Config(trainer=TrainerConfig(logger=["wandb"]), reward=RewardConfig(functions=["nothing"])))
 
 
-def test_a_function_of_a_file_is_named_by_it():
+def test_a_function_defined_in_a_file_is_referred_to_by_path_and_name():
     assert file_and_name(score) == f"{Path(__file__).absolute()}:score"
 
 
@@ -58,7 +58,7 @@ def test_a_function_of_a_file_is_named_by_it():
     ],
     ids=["lambda", "bound method", "callable object", "method", "builtin"],
 )
-def test_what_reward_processes_cannot_find_is_refused(function, message):
+def test_a_function_that_reward_processes_cannot_import_is_rejected(function, message):
     with pytest.raises(UserError, match=message):
         rlhf.train([], reward=function)
 
@@ -87,13 +87,13 @@ def test_a_string_of_overrides_is_rejected():
         ({"callbacks": ["print"]}, "Give callbacks=[FUNCTION]"),
     ],
 )
-def test_arguments_of_another_kind_are_refused(arguments, message):
+def test_arguments_of_wrong_types_are_rejected(arguments, message):
     with pytest.raises(UserError) as raised:
         rlhf.train.train(**{"overrides": ["trainer.nproq=1"], **arguments})
     assert message in str(raised.value)
 
 
-def test_the_module_and_the_function_are_one_name():
+def test_rlhf_train_is_both_a_function_and_a_module():
     with pytest.raises(UserError, match=r"Did you mean trainer.nproc\?"):
         rlhf.train(["trainer.nproq=2"])
     assert rlhf.train.main(["--version"]) == 0
@@ -120,13 +120,13 @@ def test_a_call_under_torchrun_is_rejected(monkeypatch):
         rlhf.train([])
 
 
-def test_a_script_that_calls_it_without_a_guard_does_not_call_itself(tmp_path):
+def test_loading_a_function_from_a_script_without_main_guard_is_an_error(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import rlhf\n\n\ndef score(solution_str):\n    return 0.0\n\n\nrlhf.train([], reward=score)\n")
     with pytest.raises(UserError, match='if __name__ == "__main__":'):
         load_function("reward.functions", f"{script}:score")
 
 
-def test_importing_it_imports_no_torch():
+def test_importing_rlhf_does_not_import_torch():
     code = "import sys, rlhf; rlhf.train; rlhf.UserError; rlhf.RunEnded; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -22,7 +22,7 @@ def check_trained(found: Measured, work: Workload) -> None:
 
 @pytest.mark.parametrize("training_s", [1.0, 60.0])
 @pytest.mark.parametrize("async_steps", [0, 1, 2])
-def test_every_sample_is_generated_once_and_is_young_enough(async_steps, training_s):
+def test_every_sample_is_generated_once_and_no_older_than_async_steps(async_steps, training_s):
     work = small()
     found = run(work, async_steps, training_s)
     check_trained(found, work)
@@ -47,7 +47,7 @@ def test_steps_that_do_not_wait_are_as_fast_as_the_training():
     assert 1.02 * training_s > run(work, 2, training_s).seconds > training_s
 
 
-def test_samples_do_not_wait_longer_because_more_batches_may_be_in_flight():
+def test_a_deeper_pipeline_adds_less_than_half_a_step_to_the_age_of_tokens():
     """Tokens are a step old if generation and training overlap. A deeper pipeline adds the reserve alone."""
     training_s = run(small(), 0, training_s=0.0).seconds
     one, two, four = (run(small(), k, training_s) for k in (1, 2, 4))
@@ -56,7 +56,7 @@ def test_samples_do_not_wait_longer_because_more_batches_may_be_in_flight():
     assert max(two.seconds, four.seconds) < 1.02 * training_s
 
 
-def test_a_wider_bound_waits_less_for_long_responses_with_no_more_batches_in_flight():
+def test_a_larger_max_staleness_waits_less_for_long_responses():
     bounded, wide = (run(small(), 1, 1.0, max_staleness) for max_staleness in (None, 3))
     check_trained(wide, small())
     assert bounded.age_max == 1 < wide.age_max <= 3

@@ -6,7 +6,7 @@ from benchmarks import balance
 from rlhf.learning import balancing
 
 
-def test_few_ranks_are_balanced_and_the_plain_way_is_not(capsys):
+def test_the_planner_balances_few_ranks_and_the_plain_split_does_not(capsys):
     assert balance.main(["--ranks", "8", "32"]) == 0
     for name in balance.DISTRIBUTIONS:
         found = balance.balance(name, 8, 16, 32768)
@@ -16,13 +16,13 @@ def test_few_ranks_are_balanced_and_the_plain_way_is_not(capsys):
     assert "correlated" in capsys.readouterr().out
 
 
-def test_too_few_samples_wait_for_the_longest():
+def test_with_few_samples_per_rank_the_longest_sample_bounds_the_balance():
     found = balance.balance("truncated", 64, 32, 32768)
     assert found.plain is None
     assert 1.05 < found.least <= found.planned < 1.1 * found.least
 
 
-def test_a_poor_plan_fails(monkeypatch, capsys):
+def test_the_benchmark_exits_with_1_for_a_poor_balance(monkeypatch, capsys):
     """The poor plan gives samples to the ranks in turn, whatever their lengths."""
     turns = lambda lengths, mini_batches, ranks: [row % ranks for row in range(len(lengths))]  # noqa: E731
     monkeypatch.setattr(balance, "balance_samples", turns)
@@ -32,7 +32,7 @@ def test_a_poor_plan_fails(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", balance.DISTRIBUTIONS)
-def test_lengths_are_those_of_reasoning(name):
+def test_generated_lengths_have_the_mean_and_range_of_reasoning_responses(name):
     lengths = balance.DISTRIBUTIONS[name](2000, balance.random.Random(1))
     assert len(lengths) == 2000 * balance.SAMPLES
     assert 2600 < sum(lengths) / len(lengths) < 3400

@@ -67,7 +67,7 @@ def test_the_plan_is_a_function_of_the_lengths(lengths, mini_batches, ranks, bud
 
 
 @pytest.mark.parametrize(("ranks", "samples"), [(2, 64), (8, 128), (32, 512), (128, 4096)])
-def test_the_ranks_cost_alike_in_each_mini_batch(ranks, samples):
+def test_ranks_have_about_equal_costs_in_each_mini_batch(ranks, samples):
     lengths = skewed(samples * 4)
     plan = SampleBalance.owned(lengths, balance_samples(lengths, 4, ranks), 4, ranks)
     for mini_batch, part in enumerate(plan.lengths):
@@ -84,7 +84,7 @@ def test_the_ranks_cost_alike_in_each_mini_batch(ranks, samples):
         assert len(micro_batches[0]) <= fewest + 2
 
 
-def test_a_rank_that_had_less_gets_the_larger_share_next():
+def test_ranks_take_turns_with_the_larger_share():
     """One sample for two ranks: they take turns."""
     assert balance_samples([7] * 6, 6, 2) in ([0, 1, 0, 1, 0, 1], [1, 0, 1, 0, 1, 0])
 
@@ -98,7 +98,7 @@ def test_costs_grow_more_than_lengths():
     assert of_long < 0.9 * tokens[1 - owners[0]]
 
 
-def test_rows_are_those_of_a_rank():
+def test_rows_and_micro_batches_of_a_rank():
     plan = SampleBalance.owned([1, 2, 5, 3, 4, 6], [0, 0, 1, 0, 0, 1], 2, 3)
     assert plan.lengths == [[[1, 2], [5], []], [[3, 4], [6], []]]
     assert list(plan.rows(1, 0)) == [2, 3]
@@ -106,12 +106,12 @@ def test_rows_are_those_of_a_rank():
     assert [sorted(flat(micros)) for micros in plan.micro_batches(100)] == [[0, 1, 2, 3], [0, 1], []]
 
 
-def test_padded_micro_batches_have_like_lengths():
+def test_padded_micro_batches_group_samples_of_similar_length():
     assert SampleBalance([[[10, 2, 9, 3]]]).micro_batches(20, padded=True) == [[[0, 2], [3, 1]]]
     assert SampleBalance([[[10, 2, 9, 3]]]).micro_batches(24, padded=False) == [[[0, 2, 3, 1]]]
 
 
-def test_what_fits_tightly_is_found():
+def test_micro_batches_that_fill_the_budget_exactly_are_found():
     """Six pairs fill the budget exactly; if micro-batches were filled to equal costs, samples would be left over."""
     lengths = [9, 1, 8, 2, 7, 3, 6, 4, 5, 5, 9, 1]
     [micros] = SampleBalance([[lengths]]).micro_batches(10)

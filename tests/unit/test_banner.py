@@ -58,13 +58,13 @@ def test_the_ranks_are_those_of_all_machines(config, monkeypatch):
     assert rows(config)["device"].startswith("cpu, 16 ranks, ")
 
 
-def test_a_model_that_is_kept_narrow_is_told(config):
+def test_the_banner_shows_a_reference_in_bfloat16(config):
     config.actor.use_kl_loss, config.actor.kl_loss_coef = True, 0.1
     config.ref.fsdp_config.model_dtype = "bfloat16"
     assert rows(config)["model"].endswith(", reference kept in bfloat16")
 
 
-def test_ranks_without_samples_are_told(config, monkeypatch):
+def test_the_banner_shows_idle_ranks(config, monkeypatch):
     config.actor.ppo_mini_batch_size, config.rollout.n, config.trainer.nproc = 4, 8, 32
     assert "idle" not in rows(config)
     config.trainer.nproc = 40
@@ -74,7 +74,7 @@ def test_ranks_without_samples_are_told(config, monkeypatch):
     assert rows(config)["idle"] == "1 of 33 ranks at a time: a mini-batch has 32 samples"
 
 
-def test_a_run_that_goes_on(config):
+def test_the_banner_shows_the_step_of_a_resumed_or_finished_run(config):
     t = config.trainer
     (config.run_dir / "global_step_40").mkdir(parents=True)
     t.total_training_steps = 1200
@@ -86,7 +86,7 @@ def test_a_run_that_goes_on(config):
     assert rows(config)["run"] == "runs/rlhf/default (new: the present content is deleted)"
 
 
-def test_files_that_take_long_are_not_counted(config):
+def test_prompts_of_slow_sources_are_not_counted(config):
     config.data.train_files = ["a/b:train", "x.parquet", "c", "d", "e"]
     assert rows(config)["prompts"] == "a/b:train, x.parquet, c and 2 more"
     assert rows(config)["steps"] == "1 epoch"

@@ -153,7 +153,7 @@ def test_select_leaves_the_batch_alone_and_keeps_missing_tensors_missing():
     assert all(torch.equal(getattr(batch, name), value) for name, value in before.items())
 
 
-def test_scores_lie_on_the_last_written_token_and_nowhere_without_one():
+def test_scores_are_placed_on_the_last_written_token():
     lengths, scores = [3, 0, 1, 4, 4, 2, 4], [0.5, 7.0, -2.0, 0.0, 1.5, 9.0, 2.5]
     observations = {4: ((0, 1), (2, 4)), 5: ((0, 2),), 6: ((1, 3),)}
     groups = [
@@ -182,6 +182,6 @@ def test_scores_lie_on_the_last_written_token_and_nowhere_without_one():
 
 
 @pytest.mark.parametrize("spans", [((0, 4),), ((2, 1),), ((1, 2), (0, 1)), ((-1, 2),)])
-def test_spans_that_are_not_of_the_response_are_refused(spans):
+def test_observation_spans_outside_the_response_are_rejected(spans):
     with pytest.raises(ValueError, match="are not spans of 3 tokens"):
         Sample.of(0, 0, [1, 2, 3], [-1.0] * 3, "stop", 0, spans)

@@ -1,4 +1,4 @@
-"""Prompts in flight as tensors of a checkpoint, and the groups that release 0.1 generated a step ahead."""
+"""Prompts in flight: saved as tensors in a checkpoint, and loaded from checkpoints of release 0.1."""
 
 from rlhf.data import DrawnPrompt, Prompt
 from rlhf.experience.begun import AHEAD, Begun, begun_from_tensors, begun_to_tensors
@@ -16,7 +16,7 @@ def prompt(uid: int) -> Prompt:
     return Prompt(uid, [], [uid, 1], "sums", "3", {})
 
 
-def test_prompts_in_flight_come_back_with_every_bit():
+def test_prompts_in_flight_survive_a_round_trip_through_tensors():
     began = Sample.of(7, 0, [3], [-0.5], "partial", 2).extended([4], [-1.0], "partial", 3)
     begun = [Begun(DrawnPrompt(7, prompt(7)), [began, SAMPLES[1], Sample.of(7, 2, [], [], "partial")])]
     (found,) = begun_from_tensors(begun_to_tensors(begun), prompt)

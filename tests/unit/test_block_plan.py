@@ -1,4 +1,4 @@
-"""A file's bytes are spread over ranks: each block is written once, by one rank that gets the other ranks' parts."""
+"""Plan of a file's blocks: one rank writes each block, and receives the other ranks' bytes of the block."""
 
 import pytest
 from hypothesis import given, settings

@@ -53,7 +53,7 @@ def test_a_part_has_the_same_elements_in_every_form(data, shape):
 
 @settings(deadline=None, max_examples=150)
 @given(data=st.data(), shape=shapes)
-def test_what_parts_have_in_common_is_found_in_the_memory_of_both(data, shape):
+def test_overlaps_are_located_in_the_memory_of_both_parts(data, shape):
     one, other = (normalize(data.draw(st.sampled_from(cut(data, shape, math.prod(shape)))), shape) for _ in range(2))
     found = []
     for common in overlaps(one, other, shape):
@@ -71,7 +71,7 @@ def test_what_parts_have_in_common_is_found_in_the_memory_of_both(data, shape):
 
 @settings(deadline=None, max_examples=150)
 @given(data=st.data(), tensors=st.lists(shapes, min_size=1, max_size=4))
-def test_rows_of_an_index_say_what_they_were_made_of(data, tensors):
+def test_index_rows_parse_back_to_their_parts(data, tensors):
     table = Table({f"t{i}": ("F32", shape) for i, shape in enumerate(tensors)})
     parts = [
         (number, normalize(part, shape))
@@ -93,7 +93,7 @@ def test_rows_of_an_index_say_what_they_were_made_of(data, tensors):
             assert find_uncovered(parse_rows(as_rows(rows_of(wrong)), table), table) == parts[lost][0]
 
 
-def test_a_gap_that_an_overlap_makes_up_for_is_no_cover():
+def test_an_overlap_does_not_hide_a_gap_in_the_cover():
     left, right, again = Box((0, 0), (2, 1)), Box((0, 1), (2, 1)), Box((0, 0), (2, 1))
     assert covers([left, right], (2, 2))
     assert not covers([left, again], (2, 2))
@@ -117,13 +117,13 @@ def test_a_gap_that_an_overlap_makes_up_for_is_no_cover():
         [(-(1 << 63), 0, 1)],
     ],
 )
-def test_rows_that_nobody_writes(rows):
+def test_invalid_index_rows_are_rejected(rows):
     table = Table({"a": ("F32", (2, 3)), "b": ("F32", (2,)), "c": ("F32", ())})
     with pytest.raises(ValueError, match=r"boxes that lack|shards of a outside its 6 elements|unknown"):
         parse_rows(np.array(rows, dtype=np.int64), table)
 
 
-def test_what_the_cuts_of_these_tests_are():
+def test_the_generated_cuts_include_columns_and_empty_parts():
     """The cuts include columns; without them the other tests would prove little."""
     kinds = set()
 

@@ -53,7 +53,7 @@ def config_of(*callbacks: str, **kwargs: object) -> Config:
         (["everything"], {"step": 2}, ["trainer.callback_kwargs=", "step"]),
     ],
 )
-def test_callbacks_that_cannot_be(file, names, kwargs, facts):
+def test_invalid_callbacks_are_rejected(file, names, kwargs, facts):
     says(user_error(validate, config_of(*(f"{file}:{name}" for name in names), **kwargs), {}), *facts)
 
 
@@ -98,7 +98,7 @@ def test_a_resume_may_have_other_callbacks(file):
     assert not diff.trajectory
 
 
-def test_torchrun_has_no_callbacks(file, monkeypatch):
+def test_callbacks_under_torchrun_are_rejected(file, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(UserError) as raised:

@@ -65,7 +65,7 @@ def test_the_last_turn_becomes_the_answer(tmp_path):
 
 
 @pytest.mark.parametrize("chat", ["1 + 1", [ASKED], [ANSWERED], [ANSWERED, ASKED], None, ["x", "y"]])
-def test_a_row_without_an_answering_turn(tmp_path, chat):
+def test_a_row_without_a_question_and_a_final_answer_is_rejected(tmp_path, chat):
     data = data_of(tmp_path, {"messages": chat}, prompt_key="messages", last_turn_as_answer=True)
     rejected(data, "t.jsonl line 1", "messages", "data.last_turn_as_answer=true", "data.last_turn_as_answer=false")
 
@@ -151,7 +151,7 @@ def test_verls_settings_of_images_and_samplers(key, texts):
 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("name", ["tool_calls", "function_call"])
-def test_calls_of_tools_are_not_left_out(tmp_path, last, name):
+def test_a_prompt_with_tool_calls_is_rejected(tmp_path, last, name):
     """A template might print the calls, but a prompt has only texts."""
     calling = {"role": "assistant", "content": "", name: [{"function": {"name": "add", "arguments": "{}"}}]}
     rows = [[ASKED, calling, {"role": "tool", "content": "2"}, *[ANSWERED] * last]]

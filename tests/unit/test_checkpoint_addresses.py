@@ -18,7 +18,7 @@ from rlhf.config.resolved import to_yaml
 from rlhf.storage.layout import step_dir
 from tests.support.checkpoints import PlainRole, flip_bit, make_config, save_steps
 from tests.support.published import publish
-from tests.support.remotes import WEATHER, copy_all, make_run
+from tests.support.remotes import FAULTS, copy_all, make_run
 
 VERBS = ("list", "inspect", "verify")
 
@@ -40,7 +40,7 @@ def tree(saved, tmp_path) -> Path:
     return root
 
 
-def test_a_tree_is_looked_at_run_by_run(tree, command):
+def test_verbs_report_a_folder_tree_run_by_run(tree, command):
     names = [str(tree / place) for place in ("a/b/c/three", "project/one", "project/two")]
     code, out, err = command("list", tree)
     assert (code, err, out.count("committed")) == (0, "", 6)
@@ -62,7 +62,7 @@ def test_damage_in_one_run_does_not_hide_the_others(tree, command):
         assert out.count(intact) == {"list": 5, "verify": 5, "inspect": 2}[verb]
 
 
-def test_what_is_not_looked_into(tree, tmp_path, command):
+def test_links_hidden_and_deep_folders_of_a_tree_are_skipped(tree, tmp_path, command):
     shutil.move(tree / "project/two", tmp_path / "elsewhere")
     (tree / "project/linked").symlink_to(tmp_path / "elsewhere")
     (tree / "circle").symlink_to(tree)
@@ -75,7 +75,7 @@ def test_what_is_not_looked_into(tree, tmp_path, command):
     assert command("list", tree / "project/linked")[1].count("committed") == 2
 
 
-def test_a_folder_that_may_not_be_read_is_told(tree, command, monkeypatch):
+def test_an_unreadable_folder_of_a_tree_is_reported(tree, command, monkeypatch):
     scandir = os.scandir
 
     def fail(path):
@@ -91,7 +91,7 @@ def test_a_folder_that_may_not_be_read_is_told(tree, command, monkeypatch):
         assert json.loads(command(verb, tree, "--json")[1])["unreadable"] == [out.splitlines()[-1]]
 
 
-def test_documents_for_scripts(tmp_path, command):
+def test_list_and_verify_print_json_for_scripts(tmp_path, command):
     config = make_config(tmp_path)
     config.checkpoint.max_to_keep = 1
     publish(config.run_dir, 2, {"val/accuracy": float("nan")}, config=to_yaml(config))
@@ -119,7 +119,7 @@ def test_documents_for_scripts(tmp_path, command):
     assert states[1]["files_here"] == states[1]["files"] == 2
 
 
-def test_details_for_scripts(saved, command):
+def test_inspect_prints_json_details_for_scripts(saved, command):
     (details,) = json.loads(command("inspect", saved, "--json")[1])["checkpoints"]
     assert details["driver_state"]["step"] == details["step"] == 4
     weights = next(folder for folder in details["folders"] if folder["folder"] == "actor/model")
@@ -131,7 +131,7 @@ def remote(request, tmp_path, monkeypatch) -> str:
     """Return the remote folder of one run, with copies of steps 2 and 4, within the remote of all runs."""
     monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(retries, "LONGEST_WAIT_S", 0.02)
-    WEATHER.__init__()
+    FAULTS.__init__()
     place = f"memory://{uuid.uuid4().hex}" if request.param == "memory" else f"{request.param}://{tmp_path}/remote"
     assert copy_all(make_run(tmp_path / "a", 2, 4, remote=place)) == []
     return f"{place}/rlhf/default"
@@ -196,7 +196,7 @@ def test_damage_in_a_remote_folder_is_found(remote, damage, command):
     assert out.splitlines()[1].startswith(f"{remote}/global_step_2: intact")
 
 
-def test_what_is_not_there(remote, command):
+def test_missing_remote_files_and_folders_are_reported(remote, command):
     fs, root = fsspec.core.url_to_fs(remote)
     fs.rm_file(f"{root}/{WEIGHTS}")
     code, out, _ = command("verify", remote)
@@ -236,11 +236,11 @@ def test_a_remote_copy_that_is_removed_is_not_called_damaged(remote, read, comma
 def test_a_network_that_fails(tmp_path, command, monkeypatch):
     monkeypatch.setattr(retries, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(retries, "LONGEST_WAIT_S", 0.02)
-    WEATHER.__init__()
+    FAULTS.__init__()
     place = f"faulty://{tmp_path}/remote"
     copy_all(make_run(tmp_path / "a", 2, 4, remote=place))
     remote = f"{place}/rlhf/default"
-    WEATHER.__init__()
+    FAULTS.__init__()
     failed = []
 
     def once(number, call, path):
@@ -248,7 +248,7 @@ def test_a_network_that_fails(tmp_path, command, monkeypatch):
             failed.append(path)
             raise OSError(5, "asked for by the test", path)
 
-    WEATHER.before = once
+    FAULTS.before = once
     assert command("verify", remote)[0] == 0
     assert len(failed) > 10
 
@@ -256,7 +256,7 @@ def test_a_network_that_fails(tmp_path, command, monkeypatch):
         if call == "open rb" and path.endswith(WEIGHTS):
             raise OSError(5, "asked for by the test", path)
 
-    WEATHER.before = gone
+    FAULTS.before = gone
     monkeypatch.setattr(remote_runs, "RETRY_S", 0.1)
     code, out, _ = command("verify", remote)
     assert code == 1

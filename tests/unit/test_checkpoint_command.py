@@ -42,7 +42,7 @@ def run_dir(tmp_path) -> Path:
     return config.run_dir
 
 
-def test_list_of_a_run(run_dir, command):
+def test_list_shows_the_checkpoints_pointer_and_set_aside_folders_of_a_run(run_dir, command):
     (run_dir / "global_step_4.damaged-1").mkdir()
     (run_dir / "global_step_2.superseded-1").mkdir()
     code, out, err = command("list", run_dir)
@@ -105,7 +105,7 @@ def test_inspect_shows_the_newest_in_detail(run_dir, command):
     assert str(step_dir(run_dir, 9)) in command("inspect", step_dir(run_dir, 9))[1]
 
 
-def test_linked_files_are_told_from_written_ones(tmp_path, command):
+def test_list_shows_linked_bytes_apart_from_written_bytes(tmp_path, command):
     config, reference = make_config(tmp_path), PlainReference(300_000)
     driver = make_driver()
     checkpointer = make_checkpointer(config, PlainRole(), driver=driver, reference=reference)
@@ -251,7 +251,7 @@ def test_inspect_of_damaged_documents_says_so(run_dir, command, name, harm):
     assert f"{step_dir(run_dir, 10)} is damaged: {name}: " in out
 
 
-def test_a_checkpoint_under_another_name_can_be_looked_at(run_dir, command):
+def test_verbs_read_a_checkpoint_that_was_set_aside(run_dir, command):
     moved = step_dir(run_dir, 10).rename(run_dir / "global_step_10.damaged-1")
     for action in ("inspect", "verify", "list"):
         assert command(action, moved)[0] == 0
@@ -276,7 +276,7 @@ def test_names_with_brackets_are_shown_as_they_are(tmp_path, command):
     assert "[bold]lr=1[/red]" in command("list", config.run_dir)[1]
 
 
-def test_it_runs_as_a_module_without_torch(run_dir):
+def test_the_checkpoint_verbs_do_not_import_torch(run_dir):
     script = (
         "import runpy, sys\n"
         "for verb, *more in (['list'], ['verify'], ['prune'], ['inspect']):\n"

@@ -103,7 +103,7 @@ def test_a_link_is_made_in_the_temporary_directory_and_made_durable_with_it(tmp_
     assert verify(step_dir(tmp_path, 4)).linked == {"ref/model": "global_step_2"}
 
 
-def test_everything_is_durable_before_it_is_counted_on(tmp_path, monkeypatch):
+def test_files_and_folders_are_synced_before_the_rename_and_the_pointer(tmp_path, monkeypatch):
     """The order of system calls: each file is fsynced, then its folders, then the rename, then the parent, then the
     pointer."""
     # Promise 2.
@@ -152,12 +152,12 @@ def test_a_published_step_is_never_overwritten(tmp_path):
     assert verify(step_dir(tmp_path, 2)).step == 2
 
 
-def test_begin_never_gives_one_name_twice(tmp_path):
+def test_begin_returns_a_new_name_each_time(tmp_path):
     assert len({begin(tmp_path, 3) for _ in range(50)}) == 50
     assert scan(tmp_path) == []
 
 
-def test_set_aside_numbers_and_points_to_what_is_left(tmp_path):
+def test_set_aside_numbers_folders_and_moves_the_pointer_back(tmp_path):
     for step in (2, 4):
         save(tmp_path, step)
     assert set_aside(step_dir(tmp_path, 4), "damaged").name == "global_step_4.damaged-1"
@@ -175,7 +175,7 @@ def test_set_aside_numbers_and_points_to_what_is_left(tmp_path):
     assert verify(tmp_path / "global_step_4.damaged-1").step == 4
 
 
-def test_the_pointer_never_names_what_is_not_there(tmp_path):
+def test_the_pointer_never_names_a_missing_checkpoint(tmp_path):
     for step in (2, 4, 6):
         save(tmp_path, step)
 

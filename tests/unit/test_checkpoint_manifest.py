@@ -96,13 +96,13 @@ def test_every_cut_of_the_manifest_and_every_appended_byte_is_detected(checkpoin
 @pytest.mark.parametrize(
     "content", [b"[]", b"1", b'"payload"', b"{}", b'{"payload": [1]}', b"\xff\xfe", b"[" * 100_000]
 )
-def test_other_documents_in_its_place_are_damage_not_a_crash(checkpoint, content):
+def test_a_manifest_with_other_content_is_damage_and_not_a_crash(checkpoint, content):
     (checkpoint / "manifest.json").write_bytes(content)
     with pytest.raises(DamagedCheckpoint):
         read_manifest(checkpoint)
 
 
-def test_no_manifest_means_never_committed(checkpoint, tmp_path):
+def test_a_checkpoint_without_a_manifest_was_never_committed(checkpoint, tmp_path):
     (checkpoint / "manifest.json").unlink()
     with pytest.raises(DamagedCheckpoint, match=r"no manifest\.json: it was never committed"):
         verify(checkpoint)
@@ -152,7 +152,7 @@ def test_a_checkpoint_reached_through_a_link_is_intact(checkpoint):
     assert verify(link) == verify(checkpoint)
 
 
-def test_a_checkpoint_in_another_steps_folder_is_none(checkpoint):
+def test_a_checkpoint_in_the_folder_of_another_step_is_damage(checkpoint):
     moved = checkpoint.rename(checkpoint.parent / "global_step_4")
     with pytest.raises(DamagedCheckpoint, match="is of step 3, but its folder's name has another step"):
         verify(moved)
@@ -182,7 +182,7 @@ def test_missing_cut_extended_and_changed_files_are_named(checkpoint, name):
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EUCLEAN, errno.EBADMSG])
-def test_what_the_disk_has_lost_is_damage(checkpoint, monkeypatch, code):
+def test_an_unreadable_file_on_disk_is_damage(checkpoint, monkeypatch, code):
     lost = checkpoint / "actor/model/rank_00000.safetensors"
     lose_on_disk(monkeypatch, lost, code)
     with pytest.raises(DamagedCheckpoint, match=f"rank_00000.safetensors: cannot be read: {os.strerror(code)}"):
@@ -193,13 +193,13 @@ def test_what_the_disk_has_lost_is_damage(checkpoint, monkeypatch, code):
         read_manifest(checkpoint)
 
 
-def test_an_error_that_may_pass_is_no_damage(checkpoint, monkeypatch):
+def test_a_transient_read_error_is_not_damage(checkpoint, monkeypatch):
     lose_on_disk(monkeypatch, checkpoint / "driver_state.json", errno.ESTALE)
     with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
         verify(checkpoint)
 
 
-def test_all_damage_is_told_at_once(checkpoint):
+def test_all_damaged_files_are_reported_together(checkpoint):
     (checkpoint / "empty").unlink()
     flip_bit(checkpoint / "driver_state.json", 0)
     with pytest.raises(DamagedCheckpoint) as caught:
@@ -217,7 +217,7 @@ def test_linked_folders_count_as_linked_not_as_written(checkpoint):
     assert (manifest.total_bytes, manifest.linked_bytes) == (18, 5)
 
 
-def test_another_format_number_is_refused_with_both(checkpoint):
+def test_an_error_about_the_manifest_format_names_both_formats(checkpoint):
     (checkpoint / "manifest.json").unlink()
     write_manifest(checkpoint, replace(make_manifest({}), format=1))
     with pytest.raises(DamagedCheckpoint, match=f"format 1, .* reads formats {OLDEST} to {FORMAT}"):
@@ -233,14 +233,14 @@ def test_an_unknown_field_and_a_missing_one_are_damage(checkpoint):
 
 
 @pytest.mark.parametrize("imported", [{"path": "x"}, {"layout": "x", "path": 1}, ["layout"]])
-def test_an_import_from_nowhere_is_damage(checkpoint, imported):
+def test_an_invalid_imported_field_is_damage(checkpoint, imported):
     (checkpoint / "manifest.json").unlink()
     write_manifest(checkpoint, replace(make_manifest({}), imported=imported))
     with pytest.raises(DamagedCheckpoint, match="its field imported"):
         read_manifest(checkpoint)
 
 
-def test_verifying_some_names_leaves_the_others_alone(checkpoint):
+def test_verifying_some_files_ignores_damage_in_other_files(checkpoint):
     (checkpoint / "empty").unlink()
     files = CheckedFiles(checkpoint, read_manifest(checkpoint).files)
     assert damage_in(files, ["driver_state.json"]) == []

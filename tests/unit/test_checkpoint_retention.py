@@ -69,7 +69,7 @@ def test_the_three_rules_and_their_union():
     assert kept(figures, rules(100)).keys() == figures.keys()
 
 
-def test_an_unknown_figure_matters_only_to_a_ranking():
+def test_an_unreadable_metric_matters_only_for_keep_best():
     figures: dict[int, float | None] = {2: None, 4: 0.5, 6: 0.1}
     assert kept(figures, rules(1)) == {6: "newest"}
     assert kept(figures, rules(1, keep_best=1)) == {6: "newest", 4: "best", 2: "unreadable"}
@@ -80,16 +80,16 @@ def test_the_newer_of_equals_is_the_better_one():
 
 
 @pytest.mark.parametrize("figure", [NO_VALUE, float("inf"), float("-inf")])
-def test_what_is_no_finite_number_is_never_best(figure):
+def test_a_metric_that_is_not_finite_is_never_best(figure):
     assert kept({2: figure, 4: -3.0, 6: 0.0}, rules(1, keep_best=3)) == {6: "newest, best", 4: "best"}
 
 
-def test_the_start_is_not_kept_for_good():
+def test_keep_every_does_not_keep_step_0():
     assert kept({0: 0.1, 5: 0.2, 6: 0.3}, rules(1, keep_every=5)) == {6: "newest", 5: "for good"}
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_was_removed_would_never_have_been_wanted_again(seed, tmp_path, deleter):
+def test_retention_keeps_the_same_checkpoints_as_rules_over_all_saves(seed, tmp_path, deleter):
     """After every save, the checkpoints on disk are those that the rules choose from all that were ever saved."""
     draw = random.Random(seed)
     settings = rules(draw.randint(1, 3), draw.choice([None, 6, 7]), draw.randint(0, 3))
@@ -102,7 +102,7 @@ def test_what_was_removed_would_never_have_been_wanted_again(seed, tmp_path, del
         assert steps(tmp_path) == sorted(kept(ever, settings))
 
 
-def test_removed_ones_lose_their_name_at_once_and_their_bytes_soon(tmp_path, deleter):
+def test_a_removed_checkpoint_is_renamed_to_trash_first_and_deleted_later(tmp_path, deleter):
     for step in (8, 9, 10, 11):
         publish(tmp_path, step)
     seen = []
@@ -131,7 +131,7 @@ def test_ranking_reads_the_metric_that_is_asked_for(tmp_path, deleter):
     assert victims(tmp_path, settings, 6, SINGLE_PROCESS) == [step_dir(tmp_path, 2)]
 
 
-def test_ranking_follows_the_headline_unless_told(tmp_path, deleter):
+def test_keep_best_uses_the_headline_metric_unless_best_metric_is_set(tmp_path, deleter):
     """Accuracy does not rank runs whose scores are not 0 or 1, even if all scores of one evaluation are 0."""
     publish(tmp_path, 2, {ACCURACY: 0.0, "val/reward": 0.0})
     publish(tmp_path, 4, {ACCURACY: 0.1, "val/reward": -1.0, "val-core/all/reward/mean@1": -1.0})
@@ -147,7 +147,7 @@ def test_ranking_follows_the_headline_unless_told(tmp_path, deleter):
     assert victims(tmp_path, settings, 6, SINGLE_PROCESS) == [step_dir(tmp_path, 2)]
 
 
-def test_a_later_checkpoint_that_could_not_be_set_aside_pushes_nothing_out(tmp_path, deleter):
+def test_an_unreadable_later_checkpoint_does_not_evict_older_checkpoints(tmp_path, deleter):
     for step, accuracy in ((2, 0.1), (4, 0.5), (6, 0.9)):
         publish(tmp_path, step, {ACCURACY: accuracy})
     # Step 6 is unreadable, so the run resumed at step 4. It has now saved step 5.
@@ -177,13 +177,13 @@ def test_a_checkpoint_whose_figure_cannot_be_known_is_not_removed_by_a_ranking(t
     assert retired(tmp_path, rules(1), 8, deleter) == [4]
 
 
-def test_checkpoints_without_metrics_are_old_ones_like_any_other(tmp_path, deleter):
+def test_checkpoints_without_metrics_are_removed_by_age(tmp_path, deleter):
     for step in (2, 4, 6):
         publish(tmp_path, step)
     assert retired(tmp_path, rules(1, keep_best=5), 6, deleter) == [2, 4]
 
 
-def test_a_checkpoint_to_come_counts_as_if_it_were_there(tmp_path):
+def test_the_rules_count_the_checkpoint_about_to_be_saved(tmp_path):
     for step, accuracy in ((2, 0.2), (4, 0.4), (6, 0.1)):
         publish(tmp_path, step, {ACCURACY: accuracy})
     settings = rules(1, keep_best=1)
@@ -193,7 +193,7 @@ def test_a_checkpoint_to_come_counts_as_if_it_were_there(tmp_path):
     assert victims(tmp_path, settings, 8, SINGLE_PROCESS, {}) == [paths[0], paths[2]]
 
 
-def test_what_is_no_published_checkpoint_is_left_alone(tmp_path, deleter):
+def test_retention_ignores_folders_that_are_not_published_checkpoints(tmp_path, deleter):
     for step in (2, 4, 6):
         publish(tmp_path, step, {ACCURACY: 1 / step})
     # The best one is set aside: it neither counts as best nor is removed.
@@ -220,7 +220,7 @@ def test_an_old_checkpoint_that_was_moved_and_linked_costs_only_the_link(tmp_pat
     assert verify(archive).step == 2
 
 
-def test_trash_that_cannot_be_deleted_is_told_and_stops_nothing(tmp_path, deleter, caplog):
+def test_a_failed_deletion_of_trash_is_logged_and_later_deletions_continue(tmp_path, deleter, caplog):
     for step in (2, 4, 6):
         publish(tmp_path, step)
 
@@ -250,7 +250,7 @@ def test_a_removal_that_fails_does_not_fail_the_save(tmp_path, deleter, caplog):
     assert steps(tmp_path) == [2, 4]
 
 
-def test_the_reaper_takes_more_while_it_works(tmp_path):
+def test_the_deleter_accepts_folders_while_it_deletes(tmp_path):
     deleter = Deleter()
     assert deleter.wait(0)
     for number in range(50):
@@ -275,7 +275,7 @@ def opened(folder: Path) -> Counter[str]:
     return count
 
 
-def test_of_a_thousand_checkpoints_no_manifest_is_read_twice(tmp_path, deleter, capsys):
+def test_no_manifest_of_a_thousand_checkpoints_is_read_twice(tmp_path, deleter, capsys):
     manifest = read_manifest(publish(tmp_path / "one", 2))
     run_dir, number = tmp_path / "run", 1000
     for step in range(1, number + 1):

@@ -40,7 +40,7 @@ def addresses(snapshot) -> dict[str, int]:
     return found
 
 
-def test_copies_lie_in_the_same_memory_from_save_to_save():
+def test_staged_copies_reuse_the_memory_of_the_previous_save():
     stager, first = Stager(), None
     for _ in range(3):
         live = snapshot_of(1000)

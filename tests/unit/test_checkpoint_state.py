@@ -59,7 +59,7 @@ def state_of(role: PlainRole) -> dict:
 
 
 @pytest.mark.parametrize("contents", SUBSETS, ids="+".join)
-def test_every_role_has_what_contents_names(config, contents):
+def test_every_role_saves_exactly_checkpoint_contents(config, contents):
     config.checkpoint.contents = contents
     make_checkpointer(config, two_roles(1), 2).save(2)
     files = {"actor": set(), "critic": set()}
@@ -73,7 +73,7 @@ def test_every_role_has_what_contents_names(config, contents):
 
 
 @pytest.mark.parametrize("load", SUBSETS, ids="+".join)
-def test_every_role_takes_back_what_load_names(config, load):
+def test_every_role_loads_exactly_load_contents(config, load):
     saved = two_roles(1)
     make_checkpointer(config, saved, 2).save(2)
     roles, path = two_roles(50), step_dir(config.run_dir, 2)
@@ -132,7 +132,7 @@ def test_the_driver_state_has_an_entry_per_part(config):
     assert other == driver
 
 
-def test_identity_and_length_of_the_run_are_not_the_checkpoints_word(config):
+def test_a_resume_does_not_load_the_run_id_or_length_from_the_checkpoint(config):
     make_checkpointer(config, PlainRole(), 2).save(2)
     driver = make_driver()
     driver.run_id, driver.total_steps, driver.steps_per_epoch = "other", 99, 7.5
@@ -140,7 +140,7 @@ def test_identity_and_length_of_the_run_are_not_the_checkpoints_word(config):
     assert (driver.run_id, driver.total_steps, driver.steps_per_epoch, driver.step) == ("other", 99, 7.5, 2)
 
 
-def test_a_part_that_the_checkpoint_does_not_know_starts_at_its_beginning(config, caplog):
+def test_a_part_missing_from_the_checkpoint_starts_afresh_with_a_warning(config, caplog):
     make_checkpointer(config, PlainRole(), 2, parts={"data": PlainPart(7)}).save(2)
     data, guards = PlainPart(), PlainPart(100)
     checkpointer = make_checkpointer(config, PlainRole(), parts={"data": data, "guards": guards})
@@ -155,7 +155,7 @@ def test_a_part_that_the_checkpoint_does_not_know_starts_at_its_beginning(config
     assert guards.state == {"count": 100}
 
 
-def test_what_bits_depend_on_is_stored_and_told_at_a_resume(tmp_path, caplog):
+def test_a_resume_warns_if_thread_counts_may_change_bits(tmp_path, caplog):
     config = make_config(tmp_path)
     make_checkpointer(config, PlainRole(), 2, threads=[4]).save(2)
     assert read_manifest(step_dir(config.run_dir, 2)).threads == [4]
@@ -172,7 +172,7 @@ def test_what_bits_depend_on_is_stored_and_told_at_a_resume(tmp_path, caplog):
     assert "continues with 0.1: the state is exact, but later steps may not be bit-identical" in caplog.text
 
 
-def test_another_numerics_version_is_told_at_a_resume_and_another_release_is_not(tmp_path, caplog):
+def test_a_resume_warns_of_another_numerics_version_but_not_another_release(tmp_path, caplog):
     # Promise 19.
     config = make_config(tmp_path)
     make_checkpointer(config, PlainRole(), 2).save(2)

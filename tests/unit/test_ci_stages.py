@@ -62,7 +62,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-def test_what_fails_is_named_and_what_needs_it_does_not_run(tmp_path):
+def test_failed_stages_are_named_and_their_dependents_are_skipped(tmp_path):
     stages = r"""
     fails() { echo before; false; echo never; }
     stage "a b" 2 "" "alone a b" sleep 0.2
@@ -86,7 +86,7 @@ def test_what_fails_is_named_and_what_needs_it_does_not_run(tmp_path):
     assert not (tmp_path / "never").exists()
 
 
-def test_stages_share_the_places_and_each_speaks_in_one_piece(tmp_path):
+def test_stages_share_the_slots_and_their_outputs_do_not_mix(tmp_path):
     """Two stages print in turns. A third stage waits: all three would need five places, and there are three."""
     talk = "for i in 1 2 3; do echo {0}$i; touch {0}$i; until [ -e {1}$i ]; do sleep 0.01; done; done"
     stages = f"""
@@ -136,7 +136,7 @@ def staying(folder: Path) -> "Iterator[subprocess.Popen[str]]":
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_whatever_ends_it_nothing_is_left_behind(tmp_path, number):
+def test_a_signal_ends_ci_without_leftover_processes(tmp_path, number):
     with staying(tmp_path) as script:
         os.kill(script.pid, number)
         output = finish(script, tmp_path)
@@ -145,7 +145,7 @@ def test_whatever_ends_it_nothing_is_left_behind(tmp_path, number):
     assert f"CI failed with exit code {128 + number} after" in output
 
 
-def test_nothing_is_left_behind_when_nobody_reads_any_more(tmp_path):
+def test_a_closed_output_pipe_ends_ci_without_leftover_processes(tmp_path):
     """Like Ctrl-C in `.ci/run | tee log`, which also ends the reader of the output."""
     with staying(tmp_path) as script:
         script.stdout.close()

@@ -45,7 +45,7 @@ def policy_error(name: str, trust_remote_code: bool = False, lengths: tuple[int,
 @pytest.mark.parametrize(
     ("table", "module"), [(KNOWN, configuration_auto), (CAUSAL, modeling_auto), (CLASSIFIER, modeling_auto)]
 )
-def test_the_tables_of_transformers_are_read_whole(table, module):
+def test_all_architectures_in_the_tables_of_transformers_are_read(table, module):
     assert architectures(table) >= set(getattr(module, table))
     assert len(architectures(table)) > 50
 
@@ -57,7 +57,7 @@ def test_a_quantized_policy(folder):
     )
 
 
-def test_our_own_folder_and_a_name_of_the_hub_pass():
+def test_the_bundled_policy_and_a_hub_name_pass():
     for name in (str(TINY), "org/name"):
         check_policy(name, False, 256, 256)
         check_critic(name, False)
@@ -86,7 +86,7 @@ def test_architectures_that_cannot_be_the_policy(folder, entries, expected):
     assert expected in message
 
 
-def test_trusted_code_is_left_to_itself(folder):
+def test_models_with_trusted_remote_code_are_not_checked(folder):
     check_policy(changed(folder, model_type="mine", auto_map={"AutoConfig": "a.B"}), True, 8, 8)
 
 

@@ -35,7 +35,7 @@ def test_differences_are_sorted_by_their_meaning():
     ]
 
 
-def test_replicas_that_the_checkpoint_decides_are_no_difference():
+def test_dp_replicate_null_equals_the_stored_number_of_replicas():
     stored, present = Config(), Config()
     stored.backend.dp_replicate = 2
     assert compare(stored, present).harmless == []
@@ -46,7 +46,7 @@ def test_replicas_that_the_checkpoint_decides_are_no_difference():
 @pytest.mark.parametrize("role", ["actor", "critic"])
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("key", ["total_training_steps", "total_epochs"])
-def test_a_longer_run_matters_only_to_a_decaying_rate(schedule, key, role):
+def test_a_new_run_length_changes_the_run_only_with_a_decaying_schedule(schedule, key, role):
     stored, present = Config(), Config()
     for config in (stored, present):
         getattr(config, role).optim.lr_scheduler_type = schedule
@@ -66,7 +66,7 @@ def test_settings_of_a_critic_matter_only_where_there_is_one():
         assert len(diff.trajectory + diff.harmless) == 1
 
 
-def test_changes_are_refused_with_both_values_and_every_way_out():
+def test_the_error_about_changes_shows_both_values_and_all_remedies():
     stored, present = Config(), Config()
     present.actor.optim.lr, present.rollout.n = 0.5, 4
     with pytest.raises(UserError) as caught:
@@ -79,7 +79,7 @@ def test_changes_are_refused_with_both_values_and_every_way_out():
         assert f"trainer.{way}" in message
 
 
-def test_what_no_setting_allows_is_not_offered():
+def test_allow_config_change_is_not_offered_for_a_changed_lora_rank():
     stored, present = Config(), Config()
     present.model.lora.rank, present.actor.optim.lr = 4, 0.5
     with pytest.raises(UserError) as caught:
@@ -154,7 +154,7 @@ def test_a_chat_template_is_compared_by_its_content(places):
         assert [change.key for change in diff.trajectory] == changed
 
 
-def test_functions_of_one_file_are_told_apart(places):
+def test_functions_of_one_file_are_different_values(places):
     (places / "r.py").write_text("")
     (places / "l.py").symlink_to(places / "r.py")
     assert same_value("reward.functions", ["r.py:f", "exact_match"], ["./l.py:f", "exact_match"])
@@ -162,7 +162,7 @@ def test_functions_of_one_file_are_told_apart(places):
     assert not same_value("reward.functions", ["r.py:f", "exact_match"], ["exact_match", "r.py:f"])
 
 
-def test_a_relative_name_of_another_folder_is_judged_by_its_content(places, monkeypatch):
+def test_a_relative_path_from_another_directory_matches_by_content(places, monkeypatch):
     (places / "elsewhere").mkdir()
     monkeypatch.chdir(places / "elsewhere")
     assert same_value("data.train_files", "data/a.jsonl", f"{places}/data/a.jsonl")
@@ -185,6 +185,6 @@ ENDLESS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 
 
 @pytest.mark.parametrize("text", ["- 1\n- 2\n", "5\n", "[" * 2000, ENDLESS], ids=["list", "number", "deep", "endless"])
-def test_a_stored_text_that_no_run_has_written_is_told_from_another_version(text):
+def test_a_stored_configuration_that_is_not_valid_is_a_yaml_error(text):
     with pytest.raises(yaml.YAMLError):
         compare_text(text, Config(), "0.1.0")

@@ -60,7 +60,7 @@ def test_a_chain_of_changes_leads_to_the_present_names(table):
     assert read == config
 
 
-def test_a_missing_setting_computes_as_before_whatever_the_default_is(table):
+def test_an_added_setting_gets_the_value_of_the_old_behavior(table):
     diff = compare_text(stored_by_0_8_0(make()), make(), "0.8.0")
     assert [(change.key, change.stored, change.present) for change in diff.trajectory] == [("rollout.min_p", 0.25, 0.0)]
     present = make()
@@ -68,7 +68,7 @@ def test_a_missing_setting_computes_as_before_whatever_the_default_is(table):
     assert compare_text(stored_by_0_8_0(make()), present, "0.8.0").trajectory == []
 
 
-def test_only_later_releases_changed_what_a_release_stored(table):
+def test_only_migrations_of_later_releases_are_applied(table):
     tree = {"actor": {"lr": 1, "optim": {"learning_rate": 2}}}
     assert migrate(tree, "0.9.0").tree == {
         "actor": {"optim": {"learning_rate": 2, "lr": 1}},
@@ -80,7 +80,7 @@ def test_only_later_releases_changed_what_a_release_stored(table):
 
 
 @pytest.mark.parametrize("release", [None, "0", "of somebody", "1.0.0.dev0"])
-def test_a_change_that_shows_already_is_not_made_again(table, release):
+def test_a_migration_skips_settings_that_have_the_new_name_already(table, release):
     tree = {"actor": {"optim": {"lr": 1}}, "rollout": {"min_p": 0.5}}
     assert migrate(tree, release).tree == tree
 
@@ -95,7 +95,7 @@ def test_a_removed_section_leaves_nothing_behind(table):
     assert "old" not in migrate(sections(stored_by_0_8_0(make())), "0.8.0").tree
 
 
-def test_a_removed_setting_that_made_another_run_is_another_run(table):
+def test_a_removed_setting_with_another_value_is_a_changed_setting(table):
     # Promise 13.
     diff = compare_text(stored_by_0_8_0(make(), speed=5), make(), "0.8.0")
     change = next(change for change in diff.trajectory if change.key == "old.speed")
@@ -106,7 +106,7 @@ def test_a_removed_setting_that_made_another_run_is_another_run(table):
     reject_changes(diff, allow=True)
 
 
-def test_an_unknown_key_is_of_another_version(table):
+def test_an_unknown_stored_key_does_not_fit_this_version(table):
     text = stored_by_0_8_0(make()) + "surprise: {a: 1}\n"
     with pytest.raises(UserError, match=r"do not fit this version of rlhf.*surprise"):
         compare_text(text, make(), "0.8.0")
@@ -121,7 +121,7 @@ def test_an_unknown_key_is_of_another_version(table):
         ("actor.lr", "write actor.optim.lr=VALUE"),
     ],
 )
-def test_what_a_user_types_gets_a_hint(table, typed, message):
+def test_an_old_name_on_the_command_line_gets_a_hint(table, typed, message):
     with pytest.raises(UserError) as caught:
         compose("recipes=null", typed)
     assert message in str(caught.value)
@@ -160,7 +160,7 @@ def test_every_reader_sees_the_present_names(monkeypatch, tmp_path):
         *[(0, 0, True, 0), (3, 1, True, 3), (1, 4, True, 4)],
     ],
 )
-def test_the_bound_of_carried_groups_becomes_the_bound_of_all_tokens(stored, steps, filters, bound):
+def test_filter_groups_max_staleness_migrates_to_rollout_max_staleness(stored, steps, filters, bound):
     settings = {"rollout__async_steps": steps, "algorithm__filter_groups__enable": filters}
     tree = sections(to_yaml(make(**settings)))
     del tree["rollout"]["max_staleness"]
@@ -178,14 +178,14 @@ def test_the_old_default_of_a_reference_dtype_becomes_the_new_default(stored, dt
     assert (read.ref.fsdp_config.model_dtype, lost) == (dtype, [])
 
 
-def test_a_user_who_types_the_old_name_of_the_bound_reads_the_new_one():
+def test_typing_filter_groups_max_staleness_suggests_rollout_max_staleness():
     with pytest.raises(UserError) as caught:
         compose("algorithm.filter_groups.max_staleness=2")
     assert "algorithm.filter_groups.max_staleness" in str(caught.value)
     assert "renamed it. Did you mean rollout.max_staleness?" in str(caught.value)
 
 
-def test_the_table_is_of_releases_in_order_and_leads_to_the_schema():
+def test_the_migration_table_is_sorted_and_ends_at_the_schema():
     releases = [migrations.Version(release) for release in MIGRATIONS]
     assert releases == sorted(set(releases))
     changes = [change for of_release in MIGRATIONS.values() for change in of_release]

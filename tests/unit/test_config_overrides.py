@@ -27,7 +27,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_the_command_gives_the_run(command):
+def test_the_shown_command_composes_the_same_configuration(command):
     config = compose_config(command, LIBRARY)
     shell = as_shell(command_of(stored_settings(to_yaml(config))))
     python, module, name, *arguments = shlex.split(shell.replace("\\\n", ""))
@@ -37,7 +37,7 @@ def test_the_command_gives_the_run(command):
     assert again.model.path == config.model.path
 
 
-def test_what_differs_only_is_written():
+def test_the_shown_command_has_only_settings_that_differ_from_defaults():
     config = compose_config(["recipes=minimal", "model.path=org/name", "data.train_files=x.jsonl"], LIBRARY)
     command = command_of(stored_settings(to_yaml(config)))
     assert "model.path=org/name" in command
@@ -59,12 +59,12 @@ def test_what_differs_only_is_written():
         ("say hf_abcdefghijklmnopqrst now", "say REDACTED now"),
     ],
 )
-def test_what_is_publishable(value, shown):
+def test_paths_and_secrets_are_removed_from_publishable_values(value, shown):
     redacted = {"api_key": "REDACTED", "hf-token": "REDACTED", "max_tokens": 5, "deep": {"password": "REDACTED"}}
     assert publishable(value) == (redacted if shown is None else shown)
 
 
-def test_what_is_no_configuration():
+def test_invalid_stored_settings_are_an_error():
     for text in ("[" * 1500, "a: [", "\t"):
         with pytest.raises(ValueError, match="not valid YAML"):
             stored_settings(text)

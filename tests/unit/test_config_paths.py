@@ -25,7 +25,7 @@ def test_resume_path_must_exist(tmp_path: Path):
     assert line.startswith("trainer.overwrite=true with trainer.resume_mode=resume_path")
 
 
-def test_the_source_of_a_run_that_exists_may_be_gone(tmp_path: Path):
+def test_an_existing_run_does_not_need_its_resume_path_anymore(tmp_path: Path):
     config = make(trainer__resume_mode="resume_path", trainer__resume_from_path=str(tmp_path / "global_step_20"))
     config.trainer.default_local_dir = str(tmp_path)
     assert problems(config)
@@ -110,7 +110,7 @@ def test_model_path_that_may_be_on_another_node(tmp_path):
             validate(make(model__path=str(path)), two_nodes | {"LOCAL_WORLD_SIZE": "2"})
 
 
-def test_relative_model_path_is_told_from_a_hub_name(models, monkeypatch):
+def test_a_misspelt_relative_model_path_is_not_taken_for_a_hub_name(models, monkeypatch):
     monkeypatch.chdir(models.parent)
     validate(make(model__path=f"{models.name}/qwen_small"), {})
     (line,) = problems(make(model__path=f"{models.name}/qwen_smol"))

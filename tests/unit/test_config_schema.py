@@ -34,7 +34,7 @@ def test_value_reads_nested_settings():
         ("data.reasoning_gym.config", "a mapping such as {a: 1, b: 2}"),
     ],
 )
-def test_types_in_words(key, words):
+def test_a_setting_describes_its_type_in_words(key, words):
     assert SETTINGS[key].expects == words
 
 
@@ -56,11 +56,11 @@ def test_free_mapping_owns_the_keys_below_it():
         ("trainer.zzz", None),
     ],
 )
-def test_nearest_setting(wrong, right):
+def test_the_nearest_setting_of_a_misspelt_name_is_found(wrong, right):
     assert nearest_setting(wrong) == right
 
 
-def test_nearest_word():
+def test_the_nearest_word_of_a_list_is_found():
     assert nearest("wandbb", ["wandb", "tensorboard"]) == "wandb"
     assert nearest("xyz", ["wandb", "tensorboard"]) is None
 
@@ -73,7 +73,7 @@ def test_resolved_file_round_trip():
     assert from_yaml(to_yaml(config)) == config
 
 
-def test_resolved_text_follows_changes_of_either_side():
+def test_cached_yaml_conversion_does_not_share_state_with_configurations():
     """Both directions of the conversion are cached."""
     config = Config()
     config.model.path = "org/name"
@@ -91,7 +91,7 @@ def test_resolved_text_follows_changes_of_either_side():
     assert to_yaml(config) != whole
 
 
-def test_what_one_text_sets_is_unset_in_the_next():
+def test_from_yaml_does_not_keep_values_of_the_previous_text():
     """All texts are merged with the same schema."""
     own = from_yaml("actor: {optim: {betas: [0.5, 0.6]}}\nmodel: {path: org/a}")
     other = from_yaml("model: {path: org/b}")

@@ -104,7 +104,7 @@ ACCEPTED: dict[str, dict] = {
 
 
 @pytest.mark.parametrize("changes", ACCEPTED.values(), ids=ACCEPTED.keys())
-def test_accepted(changes):
+def test_valid_configurations_are_accepted(changes):
     validate(make(**changes), {})
 
 
@@ -118,7 +118,7 @@ def test_accepted(changes):
         (["model", "modle"], "skip", "checkpoint.load_contents=['model', 'modle']: 'modle'"),
     ],
 )
-def test_a_run_may_begin_with_a_part_also_of_what_it_does_not_save(tmp_path, load, action, message):
+def test_load_contents_may_list_parts_that_the_run_does_not_save(tmp_path, load, action, message):
     source = tmp_path / "global_step_3"
     source.mkdir()
     (source / "manifest.json").touch()
@@ -457,7 +457,7 @@ REJECTED: list[tuple[dict, str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), REJECTED, ids=[str(changes) for changes, _ in REJECTED])
-def test_refused(changes, message):
+def test_invalid_configurations_are_rejected(changes, message):
     (line,) = problems(make(**changes))
     assert message in line
 
@@ -469,12 +469,12 @@ def test_vllm_in_the_ranks_has_no_partial_rollouts():
     assert any("rollout.async_steps=1: vLLM in the ranks ends each generation before" in line for line in lines)
 
 
-def test_all_problems_at_once():
+def test_all_problems_of_the_settings_are_reported_together():
     lines = problems(make(rollout__top_k=1, trainer__experiment_name="..", actor__optim__betas=[]))
     assert len(lines) == 3
 
 
-def test_any_number_of_ranks_may_share_the_batches():
+def test_the_number_of_ranks_need_not_divide_the_batches():
     filtering = {"algorithm__filter_groups__enable": True, "data__gen_batch_size": 95}
     for ranks in (3, 7, 64, 1000):
         validate(make(trainer__nproc=ranks, **filtering), {})
@@ -497,7 +497,7 @@ def test_torchrun_decides_the_number_of_ranks():
     validate(few, {"RANK": "0", "WORLD_SIZE": "4"})
 
 
-def test_machines_multiply_the_ranks():
+def test_the_number_of_ranks_is_nnodes_times_nproc():
     few = make(data__train_batch_size=1, actor__ppo_mini_batch_size=1, rollout__n=2, trainer__nproc=2)
     few.trainer.nnodes = 2
     validate(few, {})
@@ -532,12 +532,12 @@ BUDGETS = [
 
 
 @pytest.mark.parametrize("key", BUDGETS)
-def test_a_budget_of_nothing_is_refused_and_one_below_a_sample_is_not(key):
+def test_a_token_budget_must_be_at_least_1_but_may_be_below_a_sample(key):
     assert problems(make(**{key: 0})) == [f"{key.replace('__', '.')}=0: must be at least 1."]
     validate(make(**{key: 1}), {})
 
 
-def test_vllm_is_not_given_the_code_of_a_model():
+def test_trust_remote_code_with_vllm_is_rejected():
     settings = {"rollout__name": "vllm", "model__trust_remote_code": True}
     (found,) = (p for p in problems(make(**settings)) if "trust_remote_code" in p)
     assert found.startswith("model.trust_remote_code=true: rollout=vllm receives the policy's configuration")

@@ -38,7 +38,7 @@ def install(tmp_path, monkeypatch):
     ],
     ids=["CPU", "GPU", "no requirement of torch", "companions for CPUs"],
 )
-def test_a_fitting_installation(install, distributions):
+def test_supported_vllm_installations_are_accepted(install, distributions):
     install(**distributions)
     assert installation_problem() is None
 
@@ -63,7 +63,7 @@ def test_a_fitting_installation(install, distributions):
     ],
     ids=["none", "other release", "torch too old", "torch for CUDA", "by default", "no torch", "both", "companion"],
 )
-def test_what_does_not_fit_is_one_message(install, distributions, words):
+def test_an_unsupported_vllm_installation_is_one_message(install, distributions, words):
     install(**distributions)
     problem = installation_problem()
     assert problem is not None
@@ -71,7 +71,7 @@ def test_what_does_not_fit_is_one_message(install, distributions, words):
         assert word in problem
 
 
-def test_servers():
+def test_unsupported_versions_of_vllm_servers_are_a_problem():
     assert server_problem("0.32.0") is None
     assert server_problem("0.32.4+cpu") is None
     for version in ("0.31.9", "0.33.0", "dev", ""):

@@ -114,14 +114,14 @@ def test_every_form_gives_the_same_rows(tmp_path, tokenizer, name, mark):
         ),
     ],
 )
-def test_mistakes_name_their_place_before_anything_is_loaded(tmp_path, name, text, message):
+def test_mistakes_in_data_files_name_file_and_line_before_loading(tmp_path, name, text, message):
     path = tmp_path / name
     path.write_text(text)
     assert error_message(path).startswith(message)
 
 
 @pytest.mark.parametrize(("start", "name"), [(b"PAR1\xff", ".parquet"), (b"\x1f\x8b\xff", ".gz")])
-def test_a_file_under_another_forms_name(tmp_path, start, name):
+def test_a_parquet_or_gzip_file_named_jsonl_is_rejected(tmp_path, start, name):
     (path := tmp_path / "a.jsonl").write_bytes(start)
     assert error_message(path) == f" is a {name} file, not text. Rename or unpack it."
 
@@ -134,7 +134,7 @@ def test_a_file_under_another_forms_name(tmp_path, start, name):
         ("{folder}/a.jsonl.gz", "a.jsonl.gz is compressed. Unpack it."),
     ],
 )
-def test_files_that_are_not_read_where_they_lie(tmp_path, name, message):
+def test_urls_and_compressed_data_files_are_rejected(tmp_path, name, message):
     (tmp_path / "a.jsonl.gz").touch()
     files = name.format(folder=tmp_path)
     with pytest.raises(UserError) as raised:
@@ -142,14 +142,14 @@ def test_files_that_are_not_read_where_they_lie(tmp_path, name, message):
     assert str(raised.value).startswith(f"data.train_files={files}: {message}")
 
 
-def test_rows_that_no_run_reads_are_not_looked_at(tmp_path):
+def test_rows_beyond_train_max_samples_are_not_checked(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "x", "answer": "1"}\n' * 3 + "{oh\n")
     assert error_message(path).startswith(" line 4 is not JSON")
     check_sources(DataConfig(train_files=str(path), train_max_samples=3), EXACT, 1)
 
 
-def test_the_early_look_ends_in_time(tmp_path, monkeypatch):
+def test_the_early_check_of_a_long_file_has_a_time_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "EARLY_CHECK_S", 0.05)
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "x", "answer": "1"}\n' * 200_000)
@@ -167,7 +167,7 @@ def test_a_system_prompt_is_for_rows_without_one(tmp_path, tokenizer):
     assert prompts.fingerprint != build(path, tokenizer).fingerprint
 
 
-def test_a_link_leads_to_the_same_prompts(tmp_path, tokenizer):
+def test_a_symlink_to_a_data_file_gives_the_same_prompts(tmp_path, tokenizer):
     path = write(tmp_path / "rows.jsonl")
     (tmp_path / "link.jsonl").symlink_to(path)
     (tmp_path / "blob").write_bytes(path.read_bytes())
@@ -186,7 +186,7 @@ def test_variables_reach_the_template(tmp_path, tokenizer):
         build(path, tokenizer, apply_chat_template_kwargs={"thinking": 1})
 
 
-def test_a_cached_set_is_of_its_system_prompt_and_variables(tmp_path, tokenizer, monkeypatch):
+def test_system_prompt_and_template_variables_are_part_of_the_cache_key(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(cached_prompts, "LARGE", 1)
     path, folder = write(tmp_path / "rows.jsonl"), tmp_path / "cache"
     ways = [{}, {"system_prompt": "a"}, {"apply_chat_template_kwargs": {"enable_thinking": True}}]
@@ -195,7 +195,7 @@ def test_a_cached_set_is_of_its_system_prompt_and_variables(tmp_path, tokenizer,
     assert len([each for each in folder.iterdir() if each.is_dir() and each.name != "files"]) == 3
 
 
-def test_a_mistake_in_a_template_is_not_the_prompts(tmp_path, tokenizer):
+def test_a_syntax_error_in_a_chat_template_names_the_model_and_not_a_prompt(tmp_path, tokenizer):
     broken = letter_tokenizer("{% for m in messages %}\n{{ m }")
     with pytest.raises(
         UserError, match=r"^model.path=some/model: its chat template .*, line 2, is not valid: unexpected"

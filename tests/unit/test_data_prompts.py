@@ -54,7 +54,7 @@ def test_truncation_cuts_token_ids_at_the_side(tokenizer, side, expected, caplog
     assert f"data.overlong_prompts={side}" in caplog.text
 
 
-def test_limit_of_one_token(tokenizer):
+def test_a_limit_of_one_token_truncates_to_one_token(tokenizer):
     got = [text_of(prompt_set(tokenizer, "abc", limit=1, overlong=side)[0]) for side in ("left", "right", "middle")]
     assert got == [">", "a", ">"]
 
@@ -67,7 +67,7 @@ def test_error_policy_says_how_many_and_the_longest(tokenizer):
     assert len(prompt_set(tokenizer, "abc", limit=4, overlong="error")) == 1
 
 
-def test_all_over_long(tokenizer):
+def test_dropping_all_over_long_prompts_is_an_error(tokenizer):
     with pytest.raises(UserError, match=r"2 of 2 prompts .*max_prompt_length=4.*leaves none.*Raise"):
         prompt_set(tokenizer, "abcdef", "abcdefgh", limit=4)
 
@@ -98,7 +98,7 @@ def test_a_template_that_fails_on_a_chat_names_the_row(template, message):
         prompt_set(letter_tokenizer(template), "a", "b")
 
 
-def test_fingerprint_is_of_the_content(tokenizer):
+def test_the_fingerprint_depends_on_the_rows_only(tokenizer):
     base = prompt_set(tokenizer, "a", "b")
     assert base.fingerprint == prompt_set(tokenizer, "a", "b").fingerprint
     different = [prompt_set(tokenizer, "b", "a"), prompt_set(tokenizer, "a"), prompt_set(tokenizer, "a", "b", "c")]
@@ -135,12 +135,12 @@ def test_today_is_printed_as_transformers_prints_it():
     assert of_day(template, datetime.now().date())[0].token_ids == ids
 
 
-def test_the_line_of_an_error_is_the_templates_own():
+def test_an_error_shows_the_line_number_in_the_chat_template():
     with pytest.raises(UserError, match="line 2"):
         of_day("{{ strftime_now('%Y') }}\n{% if %}", date(2026, 3, 14))
 
 
-def test_a_stream_refuses_the_same_rows_with_other_tokens():
+def test_a_prompt_stream_rejects_the_same_rows_with_other_tokens():
     template = TEMPLATE + "{{ strftime_now('%d') }}"
     first, second = (of_day(template, date(2026, 3, day)) for day in (14, 15))
     assert first.fingerprint == second.fingerprint
@@ -196,7 +196,7 @@ def test_order_ignores_and_leaves_the_global_generators(ten):
     assert np.random.random() == expected
 
 
-def test_order_is_pinned(ten):
+def test_the_shuffled_order_of_a_seed_does_not_change(ten):
     """A change of this order would change every resumed run."""
     assert indices(PromptStream(ten, seed=1, shuffle=True).next(10)) == [3, 5, 2, 9, 7, 0, 8, 6, 1, 4]
 

@@ -71,7 +71,7 @@ def fails(config: Config, tokenizer, *parts: str, checked: bool = True) -> None:
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet])
-def test_verl_columns_and_plain_pairs(tmp_path, tokenizer, write):
+def test_rows_with_verl_columns_or_plain_pairs_are_read(tmp_path, tokenizer, write):
     verl = write(tmp_path / f"verl.{write.__name__}", VERL)
     plain = write(tmp_path / f"plain.{write.__name__}", PLAIN, PLAIN | {"prompt": "3 + 3", "answer": "6"})
     config = config_of([verl, plain])
@@ -101,7 +101,7 @@ def test_globs_in_sorted_order_keys_and_limits(tmp_path, tokenizer):
     assert [prompt.ground_truth for prompt in build_val_set(*sections(config), tokenizer)] == ["A", "B", "C"]
 
 
-def test_a_function_may_judge_without_reference_answers(tmp_path, tokenizer):
+def test_a_custom_reward_function_needs_no_reference_answers(tmp_path, tokenizer):
     (tmp_path / "rewards.py").write_text("def funny(solution_str): return 1")
     config = config_of(jsonl(tmp_path / "p.jsonl", {"prompt": "tell a joke"}), function=f"{tmp_path}/rewards.py:funny")
     assert build_train_set(*sections(config), tokenizer)[0].ground_truth is None
@@ -146,7 +146,7 @@ def test_columns_that_a_function_reads_are_in_the_prompt(tmp_path, tokenizer, ki
     assert prompts[0].token_ids == without[0].token_ids
 
 
-def test_a_column_that_a_function_needs_is_missed_in_each_row(tmp_path, tokenizer):
+def test_a_missing_column_of_a_reward_function_names_row_and_column(tmp_path, tokenizer):
     (tmp_path / "rewards.py").write_text(REWARDS)
     config = config_of(jsonl(tmp_path / "t.jsonl", PLAIN | {"levels": 1}), function=f"{tmp_path}/rewards.py:named")
     expected = (
@@ -180,7 +180,7 @@ def test_glob_without_match_folder_and_extension(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("value", [[], "", 3, [3]])
-def test_a_setting_that_is_no_name(tokenizer, value):
+def test_train_files_must_be_names(tokenizer, value):
     fails(config_of(value), tokenizer, f"data.train_files={value!r}", "non-empty list")
 
 

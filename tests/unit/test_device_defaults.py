@@ -64,7 +64,7 @@ def test_on_a_cpu_the_defaults_are_those_of_the_schema():
         ),
     ],
 )
-def test_on_gpus(machine, overrides, expected):
+def test_default_settings_on_gpus(machine, overrides, expected):
     assert chosen(composed(machine, *overrides)) == expected
 
 
@@ -77,13 +77,13 @@ def test_under_torchrun_the_ranks_are_torchrun_s():
     assert device_defaults(values.get, GPUS, {"RANK": "3"})["trainer.nproc"] == 4
 
 
-def test_what_ranks_read_has_the_values():
+def test_resolved_configurations_contain_the_device_defaults():
     config = composed(GPUS)
     assert chosen(from_yaml(to_yaml(config))) == ON_GPUS
     assert "nproc: 4\n" in composition([*BASE, "recipes=null"], Library.find(None), GPUS).commented_yaml()
 
 
-def test_a_resume_on_another_device_says_so():
+def test_a_resume_on_another_device_explains_changed_device_defaults():
     diff = compare(composed(GPUS), composed(NO_GPU))
     assert [change.key for change in diff.harmless] == ["trainer.nproc"]
     with pytest.raises(UserError, match=r"autocast: bfloat16 in the checkpoint, none now[\s\S]*depend on the device"):
@@ -93,7 +93,7 @@ def test_a_resume_on_another_device_says_so():
     assert "depend on the device" not in str(raised.value)
 
 
-def test_the_banner_says_what_was_chosen_and_why(monkeypatch):
+def test_the_banner_shows_the_device_defaults_and_their_reasons(monkeypatch):
     def shown(machine: Machine, *overrides: str) -> str:
         monkeypatch.setattr(Machine, "here", lambda: machine)
         return next(line for line in banner(composed(machine, *overrides), []).splitlines() if "  device" in line)

@@ -47,11 +47,11 @@ def pointer_lies(tree: Tree, folder: str) -> bool:
     return isinstance(text, bytes) and f"{folder}/{step_dir(Path(), int(text or b'-1')).name}" not in tree
 
 
-def test_a_new_directory_has_the_names_of_all_its_parents(tmp_path):
+def test_make_dir_durably_syncs_all_new_parents(tmp_path):
     assert least(record_of(tmp_path, lambda: make_dir_durably(tmp_path / "a" / "b"))) == {"a": None, "a/b": None}
 
 
-def test_a_directory_that_another_has_made_is_durable_all_the_same(tmp_path):
+def test_make_dir_durably_syncs_a_directory_that_exists_already(tmp_path):
     def work() -> None:
         (tmp_path / "a" / "b").mkdir(parents=True)
         make_dir_durably(tmp_path / "a" / "b")
@@ -59,18 +59,18 @@ def test_a_directory_that_another_has_made_is_durable_all_the_same(tmp_path):
     assert least(record_of(tmp_path, work)) == {"a": None, "a/b": None}
 
 
-def test_a_report_is_there_once_it_is_told(tmp_path):
+def test_a_power_cut_after_write_report_leaves_the_report(tmp_path):
     (tmp_path / "resolved.yaml").write_text(to_yaml(Config()))
     tree = least(record_of(tmp_path, lambda: write_report(tmp_path)))
     assert tree.keys() >= {"report", "report/report.json", "report/report.html"}
 
 
-def test_the_pointer_never_names_what_was_set_aside(tmp_path):
+def test_after_a_power_cut_the_pointer_names_no_set_aside_checkpoint(tmp_path):
     ops = record_of(tmp_path, lambda: set_aside(publish(tmp_path / "run", 2), "damaged"))
     assert not [tree for tree in cuts(ops) if pointer_lies(tree, "run")]
 
 
-def test_the_pointer_never_names_what_is_overwritten(tmp_path):
+def test_after_a_power_cut_the_pointer_names_no_overwritten_checkpoint(tmp_path):
     config = make_config(tmp_path)
     config.trainer.overwrite = True
 
@@ -82,7 +82,7 @@ def test_the_pointer_never_names_what_is_overwritten(tmp_path):
     assert not [tree for tree in cuts(record_of(tmp_path, work)) if pointer_lies(tree, name)]
 
 
-def test_a_start_sets_right_the_pointer_that_a_kill_has_left(tmp_path):
+def test_a_start_corrects_an_outdated_pointer(tmp_path):
     config = make_config(tmp_path)
     save_steps(config, PlainRole(), 2, 4)
     (config.run_dir / POINTER).write_text("2\n")
@@ -90,7 +90,7 @@ def test_a_start_sets_right_the_pointer_that_a_kill_has_left(tmp_path):
     assert (config.run_dir / POINTER).read_text() == "4\n"
 
 
-def test_a_journal_that_is_read_after_a_kill_stays(tmp_path):
+def test_opening_a_journal_makes_its_unsynced_files_durable(tmp_path):
     def work() -> None:
         (tmp_path / FOLDER).mkdir()
         append_durably(tmp_path / FOLDER / "step_1.rank_00000", [b"x"])

@@ -20,7 +20,7 @@ def weights(control: EntropyControl, entropies: list[float]) -> list[float]:
 
 
 @pytest.mark.parametrize("steps", range(6))
-def test_a_state_through_json_goes_on_with_the_same_weights(steps):
+def test_a_resumed_controller_continues_with_the_same_coefficients(steps):
     entropies = [0.7, 0.1, 0.5, 0.9, 0.2, 0.8, 0.3, 0.5, 0.1]
     config = ActorConfig(entropy_coeff=0.1, entropy_ctrl=ADAPTIVE)
     whole, begun, resumed = (EntropyControl(config) for _ in range(3))
@@ -32,14 +32,14 @@ def test_a_state_through_json_goes_on_with_the_same_weights(steps):
     assert {0.0, 0.1} <= set(expected), "the run must have both idle and active steps"
 
 
-def test_it_adapts_below_the_target_and_idles_above_it():
+def test_the_coefficient_grows_below_the_target_and_is_0_above_it():
     """At the target the coefficient stays the same, and the bonus remains in the loss."""
     control = EntropyControl(ActorConfig(entropy_coeff=0.1, entropy_ctrl=ADAPTIVE))
     found = weights(control, [0.5, 0.7, 0.1, 0.1, 0.1, 0.9, 0.5, 0.5])
     assert found == pytest.approx([0.1, 0.1, 0.0, 0.35, 0.65, 0.9, 0.0, 0.6])
 
 
-def test_another_start_is_the_configurations_word():
+def test_a_changed_entropy_coeff_replaces_the_restored_coefficient():
     control = EntropyControl(ActorConfig(entropy_coeff=0.1, entropy_ctrl=ADAPTIVE))
     weights(control, [0.1, 0.1])
     other = EntropyControl(ActorConfig(entropy_coeff=0.2, entropy_ctrl=ADAPTIVE))
@@ -47,7 +47,7 @@ def test_another_start_is_the_configurations_word():
     assert (control.weight, other.weight) == (pytest.approx(0.7), 0.2)
 
 
-def test_a_fixed_one_and_other_bounds_are_the_configurations_word():
+def test_a_fixed_coefficient_or_new_bounds_override_the_restored_coefficient():
     """When the controller is switched off, the coefficient that it had moved must not remain."""
     control = EntropyControl(ActorConfig(entropy_coeff=0.1, entropy_ctrl=ADAPTIVE))
     weights(control, [0.1, 0.1])
@@ -58,7 +58,7 @@ def test_a_fixed_one_and_other_bounds_are_the_configurations_word():
     assert (control.weight, fixed.weight, lower.weight) == (pytest.approx(0.7), 0.1, 0.5)
 
 
-def test_a_fixed_one_stays():
+def test_a_fixed_coefficient_does_not_change():
     control = EntropyControl(ActorConfig(entropy_coeff=0.1))
     assert not control.is_adaptive
     assert weights(control, [0.0, 9.0, 0.0]) == [0.1] * 3

@@ -44,14 +44,14 @@ def evaluated(*settings: str, target: str = str(TINY_POLICY)) -> None:
 
 
 @pytest.mark.parametrize(("settings", "name"), [(ADAPTED, "model.lora.path"), (JUDGED, "reward_model.path")])
-def test_other_files_in_a_folder_that_the_settings_name(folder, settings, name):
+def test_changed_files_in_a_folder_of_the_settings_are_an_error(folder, settings, name):
     evaluated(*settings)
     (folder / "other" / "weights.safetensors").write_text("second")
     says(user_error(stored_result, planned(*settings)), name, "other content", "trainer.overwrite=true")
 
 
 @pytest.mark.parametrize("settings", [ADAPTED, JUDGED])
-def test_another_folder(folder, settings):
+def test_a_stored_result_is_found_for_a_moved_folder_with_the_same_files(folder, settings):
     evaluated(*settings)
     (folder / "other").rename(folder / "moved")
     elsewhere = [setting.replace("=other", "=moved") for setting in settings]
@@ -60,20 +60,20 @@ def test_another_folder(folder, settings):
     assert user_error(stored_result, planned(*elsewhere))
 
 
-def test_another_judge_of_the_hub():
+def test_another_reward_model_on_the_hub_is_an_error():
     evaluated("reward.functions=[reward_model]", "reward_model.path=org/judge")
     for settings in (["reward_model.path=org/other"], ["reward_model.path=org/judge", "reward_model.revision=v2"]):
         error = user_error(stored_result, planned("reward.functions=[reward_model]", *settings))
         says(error, "reward_model.path")
 
 
-def test_another_revision_of_a_model_of_the_hub():
+def test_another_revision_of_a_hub_model_is_an_error():
     evaluated("reward=exact_match", target="org/model")
     error = user_error(stored_result, planned("reward=exact_match", "model.revision=v2", target="org/model"))
     says(error, "model.revision", "trainer.experiment_name")
 
 
-def test_another_precision():
+def test_another_precision_is_an_error():
     evaluated("reward=exact_match", "backend.autocast=none")
     error = user_error(stored_result, planned("reward=exact_match", "backend.autocast=bfloat16"))
     says(error, "backend.autocast", "none", "bfloat16")

@@ -29,7 +29,7 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def test_one_trained_layer_of_a_large_file_shows(folder):
+def test_a_change_of_any_layer_of_a_large_file_changes_the_fingerprint(folder):
     path = folder / "model.safetensors"
     content, before = path.read_bytes(), fingerprint(folder)
     begin = len(content) - 4 * 2 * LAYER * LAYERS
@@ -44,7 +44,7 @@ def test_one_trained_layer_of_a_large_file_shows(folder):
     assert fingerprint(folder) == before
 
 
-def test_what_is_no_file_has_no_part_in_it(tmp_path):
+def test_pipes_and_folders_do_not_affect_the_fingerprint(tmp_path):
     """A pipe, which a downloaded archive may bring along, would be read for ever."""
     (tmp_path / "config.json").write_text("{}")
     before = fingerprint(tmp_path)
@@ -65,13 +65,13 @@ def test_what_is_no_file_has_no_part_in_it(tmp_path):
     ],
     ids=["list", "torn", "number", "negative", "text", "deep"],
 )
-def test_a_large_damaged_file_has_one_too(tmp_path, header):
+def test_a_large_file_with_a_damaged_header_has_a_fingerprint(tmp_path, header):
     content = len(header).to_bytes(8, "little") + header
     (tmp_path / "model.safetensors").write_bytes(content + bytes(SAMPLES * SAMPLE_BYTES))
     assert fingerprint(tmp_path) == fingerprint(tmp_path)
 
 
-def test_the_code_of_a_model_has_a_hash_of_its_own(tmp_path):
+def test_model_code_has_a_separate_fingerprint(tmp_path):
     assert code_fingerprint(tmp_path) == ""
     before = fingerprint(tmp_path)
     (tmp_path / "modeling_own.py").write_text("scale = 1.0\n")
@@ -81,7 +81,7 @@ def test_the_code_of_a_model_has_a_hash_of_its_own(tmp_path):
     assert fingerprint(tmp_path) == before  # checkpoints of all releases have this hash
 
 
-def test_changed_code_shows_only_where_it_runs(tmp_path):
+def test_changed_model_code_changes_fingerprints_only_if_code_is_trusted(tmp_path):
     coordinator = Coordinator(GlooTransport())
     shutil.copytree(TINY_POLICY, tmp_path / "model")
     code = tmp_path / "model" / "modeling_own.py"

@@ -37,7 +37,7 @@ def counted(model: PreTrainedModel, outputs: Callable[[PreTrainedModel, Batch], 
 @pytest.mark.parametrize(
     ("model", "outputs"), [(tiny_qwen2, log_probs), (gpt2, log_probs), (tiny_value_model, response_values)]
 )
-def test_operations_are_those_that_torch_counts(model, outputs):
+def test_flops_equal_the_count_of_torch(model, outputs):
     """Compare with torch's count, except for the half of attention that a causal mask leaves out.
 
     Torch counts the head's logits twice, because they are recomputed, and misses the head's gradient, which is added in
@@ -53,7 +53,7 @@ def test_operations_are_those_that_torch_counts(model, outputs):
     assert flops.of_tokens(tokens) == counted(policy, outputs, batch) - not_needed
 
 
-def test_frozen_weights_take_no_gradient_of_their_own():
+def test_frozen_weights_add_no_flops_for_weight_gradients():
     policy = tiny_qwen2()
     add_adapters(policy, LoraConfig(rank=4), torch.float32)
     materialise(policy, torch.device("cpu"))
@@ -94,7 +94,7 @@ def test_a_layer_with_a_sliding_window_counts_the_window():
     assert left_out == 6 * per_layer * (everything - seen - diagonal)
 
 
-def test_what_is_not_dense_is_not_known():
+def test_flops_of_moe_and_hybrid_models_are_none():
     config = Qwen2MoeConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_experts=4)
     with torch.device("meta"):
         assert UpdateFlops.of(Qwen2MoeForCausalLM(config)) is None
@@ -116,7 +116,7 @@ def test_what_is_not_dense_is_not_known():
         ("NVIDIA GeForce GTX 1080", None),
     ],
 )
-def test_devices_are_known_by_words_of_their_names(name, known):
+def test_peak_flops_are_found_by_words_of_the_device_name(name, known):
     expected = PEAKS[known] if known else (None, None)
     assert (peak_flops(name, torch.bfloat16), peak_flops(name, torch.float32)) == expected
     assert peak_flops(name, torch.float16) is None

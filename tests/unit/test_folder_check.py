@@ -25,7 +25,7 @@ def folder(tmp_path) -> Path:
     return shutil.copytree(TINY, tmp_path / "model")
 
 
-def test_a_whole_folder_and_a_name_of_the_hub_pass(folder):
+def test_a_complete_folder_and_a_hub_name_pass(folder):
     check_folder("model.path", str(folder))
     check_template(str(folder), None)
     check_folder("model.path", "org/name")
@@ -47,7 +47,7 @@ def test_what_a_folder_lacks_is_named(folder):
     check_folder("critic.path", str(folder), tokenizer=False, weights=False)
 
 
-def test_a_part_that_the_index_names_is_missed(folder):
+def test_a_missing_file_that_the_index_lists_is_an_error(folder):
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     files = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": files[0], "b": files[1]}}))
@@ -56,7 +56,7 @@ def test_a_part_that_the_index_names_is_missed(folder):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 1}', "[" * 100_000], ids=["torn", "list", "one", "deep"])
-def test_an_index_that_is_none_is_told(folder, text):
+def test_an_invalid_index_of_weights_is_an_error(folder, text):
     (folder / "model.safetensors.index.json").write_text(text)
     check_folder("model.path", str(folder))  # beside a single file of weights, the index is not read
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
@@ -77,7 +77,7 @@ TORN = {
 
 
 @pytest.mark.parametrize("kind", TORN)
-def test_torn_weights_are_told_before_anything_is_loaded(folder, kind):
+def test_truncated_weights_are_rejected_before_loading(folder, kind):
     torn, message = TORN[kind]
     weights = folder / "model.safetensors"
     weights.write_bytes(torn(weights.read_bytes()))
@@ -87,12 +87,12 @@ def test_torn_weights_are_told_before_anything_is_loaded(folder, kind):
     check_folder("model.path", str(folder), weights=False)
 
 
-def test_weights_that_nobody_reads_may_be_anything(folder):
+def test_unused_weights_files_are_not_checked(folder):
     (folder / "consolidated.safetensors").write_bytes(b"version https://git-lfs")
     check_folder("model.path", str(folder))
 
 
-def test_a_torn_config_is_told_before_anything_is_loaded(folder):
+def test_a_truncated_config_is_rejected_before_loading(folder):
     (folder / "config.json").write_text("{")
     message = user_error(check_folder, "model.path", str(folder))
     assert message.startswith(f"model.path={folder}: config.json is not JSON: ")
@@ -156,7 +156,7 @@ def test_a_pipe_instead_of_a_file_does_not_hang(folder, name):
             says(message, f"model.path={folder}: {name} is not a regular file", "Replace it")
 
 
-def test_a_link_to_nowhere_and_a_folder(folder):
+def test_a_dangling_link_or_a_folder_instead_of_a_json_file_is_an_error(folder):
     (folder / "generation_config.json").unlink()
     (folder / "generation_config.json").symlink_to("nowhere")
     says(user_error(check_folder, "model.path", str(folder)), "generation_config.json cannot be read (No such file")

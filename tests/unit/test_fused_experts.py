@@ -70,7 +70,7 @@ def test_a_rank_reads_the_experts_that_it_owns(model, tmp_path, monkeypatch):
         assert torch.equal(shard.local, shard.cut(expected))
 
 
-def test_what_is_written_under_the_models_names_opens_the_same(model, tmp_path):
+def test_files_with_fused_expert_tensors_are_read_unchanged(model, tmp_path):
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert GATE_UP in tensors
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})

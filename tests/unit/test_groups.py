@@ -49,7 +49,7 @@ def test_the_round_trip_is_exact():
 
 @pytest.mark.parametrize("name", ["token_ids", "log_probs", "rows", "versions", "observations", "prompt_ids"])
 @pytest.mark.parametrize("change", [-6, -2, -1, 1, 2, 6])
-def test_arrays_of_other_lengths_are_no_groups(name, change):
+def test_tensors_of_inconsistent_lengths_are_rejected(name, change):
     tensors = to_tensors([group(7, [3, 1, 0, 4])])
     values = tensors[name]
     tensors[name] = values[:change] if change < 0 else torch.cat([values, values.new_zeros(change)])
@@ -110,7 +110,7 @@ def with_scores(*samples: tuple[float, float, float]) -> Group:
         ([(1, 1, 0)], False, False),
     ],
 )
-def test_signal_is_a_difference_in_the_metric(samples, acc, seq_reward):
+def test_has_signal_means_that_the_metric_differs_between_samples(samples, acc, seq_reward):
     of_samples = with_scores(*samples)
     assert of_samples.scores == [score + penalty for _, score, penalty in samples]
     assert (of_samples.has_signal("acc"), of_samples.has_signal("seq_reward")) == (acc, seq_reward)

@@ -25,7 +25,7 @@ def judge(guards: Guards, step: int, reward: float = 0.5, who: str = "actor", **
 
 @pytest.mark.parametrize("figure", FINE)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_refused_without_any_bound(figure: str, value: float) -> None:
+def test_metrics_that_are_not_finite_are_rejected_without_any_bound(figure: str, value: float) -> None:
     guards = Guards(GuardsConfig())
     guards.begin(1, 0.5)
     assert guards.allows("actor", **FINE)
@@ -91,7 +91,7 @@ def test_skips_in_a_row_end_the_run_with_evidence() -> None:
     assert "raise guards.max_kl;" in text
 
 
-def test_a_run_that_trained_nothing_for_figures_that_are_not_finite_does_not_end_well() -> None:
+def test_a_run_whose_batches_were_all_rejected_ends_with_an_error() -> None:
     guards = Guards(GuardsConfig())
     assert judge(guards, 1, loss=math.nan) == "skip"
     again = Guards(GuardsConfig())
@@ -108,7 +108,7 @@ def test_a_run_that_trained_nothing_for_figures_that_are_not_finite_does_not_end
         assert guards.settle(2, last=True) == "skip"
 
 
-def test_a_loss_of_the_users_own_is_named() -> None:
+def test_a_nan_loss_message_names_the_custom_policy_loss() -> None:
     own = "actor.policy_loss.loss_mode=mine.py:loss"
     for metrics, named in (({"loss": math.nan}, True), ({"kl": 5.0}, False)):
         guards = Guards(GuardsConfig(action="stop", max_kl=1.0), own_loss=own)
@@ -131,7 +131,7 @@ def test_each_event_is_one_warning_on_one_rank(caplog: pytest.LogCaptureFixture)
     assert "1 in a row, guards.max_events=5" in record.message
 
 
-def test_a_rollback_survives_the_restoring() -> None:
+def test_guards_remember_a_rollback_after_restoring_their_state() -> None:
     guards = Guards(GuardsConfig(action="rollback", max_reward_drop=0.5))
     assert judge(guards, 1, reward=0.5) == "train"
     checkpoint = json.dumps(guards.state_dict())
@@ -300,7 +300,7 @@ def test_crashes_do_not_change_the_run(
         assert stormy.checkpoint == calm.checkpoint
 
 
-def test_the_simulation_meets_what_it_is_about() -> None:
+def test_the_simulation_has_failing_runs_and_several_rollbacks() -> None:
     endings = [finished(GuardsConfig(action="rollback"), seed, 0.15) for seed in range(40)]
     assert any(ending for _, ending in endings)
     assert max(disk.records[-1]["guards/rollbacks"] for disk, ending in endings if not ending) >= 4

@@ -96,7 +96,7 @@ DOMAINS = ([0, 0, 0, 0], [0, 1, 1, 0], [0, 1, 2, 3], [0, 0, 2, 2])
 
 @settings(deadline=None, max_examples=60)
 @given(cases())
-def test_any_split_over_ranks_and_disks_is_one_folder(tmp_path_factory, case):
+def test_any_split_over_ranks_and_disks_exports_the_same_folder(tmp_path_factory, case):
     shapes, cuts, domains, dtype = case
     root = tmp_path_factory.mktemp("export")
     with pytest.MonkeyPatch.context() as patch:
@@ -142,7 +142,7 @@ def failing(rank: int, root: Path, action: str) -> str:
 
 
 @pytest.mark.parametrize("action", ["__init__", "write", "sync"])
-def test_rank_that_cannot_write_stops_all_and_lets_none_wait(tmp_path, small, action):
+def test_a_write_error_on_one_rank_ends_the_export_on_all_ranks(tmp_path, small, action):
     messages = run_thread_ranks(2, failing, tmp_path, action, deadline_s=30)
     assert [text.startswith(f"[Errno {errno.ENOSPC}] asked for by the test") for text in messages] == [True, True]
     assert messages[1].endswith(" 1")  # it does not try again
@@ -154,7 +154,7 @@ def test_a_tensor_that_no_rank_saves_is_an_error(tmp_path, small):
         write_exports(tmp_path, {FOLDER: HfExport.of(shards, None, {}, {})}, make_coordinator())
 
 
-def test_values_that_float16_does_not_have_end_the_run_with_what_to_do(tmp_path):
+def test_weights_beyond_float16_are_an_error_with_a_remedy(tmp_path):
     config = make_config(tmp_path)
     config.checkpoint.contents, config.checkpoint.hf_dtype = ["model", "hf_model"], "float16"
     role = PlainRole()

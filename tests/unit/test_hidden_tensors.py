@@ -1,4 +1,4 @@
-"""Tests which tensors of a model are saved before a sleep that loses them, and that they come back in place."""
+"""Tests that tensors outside parameters and buffers are saved before an engine's sleep, and restored in place."""
 
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ def test_tensors_outside_parameters_buffers_and_caches():
     assert sorted(values(model)) == [[0, 1, 2, 3], [5, 5], [6, 6], [7, 7, 7]]
 
 
-def test_an_object_that_one_module_has_deep_and_another_near():
+def test_an_object_shared_by_two_modules_at_different_depths_is_found():
     first, second = nn.ReLU(), nn.ReLU()
     shared = SimpleNamespace(tables=[torch.ones(2)])
     first.far = SimpleNamespace(a=SimpleNamespace(b=SimpleNamespace(shared=shared)))
@@ -39,7 +39,7 @@ def test_an_object_that_one_module_has_deep_and_another_near():
     assert values(nn.Sequential(first, second)) == [[1, 1]]
 
 
-def test_what_a_sleep_loses_comes_back_in_place():
+def test_hidden_tensors_are_restored_in_place_after_a_sleep():
     model = nn.Sequential(Layer(), Layer())
     before = values(model)
     assert len(before) == 8
@@ -52,5 +52,5 @@ def test_what_a_sleep_loses_comes_back_in_place():
     assert [tensor.data_ptr() for tensor in hidden_tensors(model)] == addresses
 
 
-def test_models_of_transformers_have_none():
+def test_a_plain_torch_layer_has_no_hidden_tensors():
     assert hidden_tensors(nn.TransformerEncoderLayer(8, 2, batch_first=True)) == []

@@ -20,7 +20,7 @@ def steps(follower: HistoryFollower) -> list[int]:
     return [record["step"] for record in follower.new()]
 
 
-def test_only_what_comes_after_it_was_made(tmp_path):
+def test_a_follower_returns_only_records_written_after_its_creation(tmp_path):
     path = tmp_path / "metrics.jsonl"
     written(path, 0, 3)
     follower = HistoryFollower(path)
@@ -43,7 +43,7 @@ def test_a_file_that_is_not_there_yet_and_a_torn_line(tmp_path):
     assert steps(follower) == [2]
 
 
-def test_a_cut_that_is_seen_before_the_file_grows_again(tmp_path):
+def test_a_truncation_is_noticed_while_the_file_is_shorter(tmp_path):
     path = tmp_path / "metrics.jsonl"
     follower = HistoryFollower(path)
     history = written(path, 0, 6)
@@ -54,7 +54,7 @@ def test_a_cut_that_is_seen_before_the_file_grows_again(tmp_path):
     assert steps(follower) == [5, 6, 7]
 
 
-def test_a_cut_that_is_seen_only_when_the_file_is_longer_than_it_was(tmp_path):
+def test_a_truncation_is_noticed_after_the_file_has_grown_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     history = written(path, 0, 2)
     follower = HistoryFollower(path)
@@ -65,7 +65,7 @@ def test_a_cut_that_is_seen_only_when_the_file_is_longer_than_it_was(tmp_path):
     assert steps(follower) == list(range(2, 10))
 
 
-def test_of_a_long_history_only_the_end_is_read(tmp_path):
+def test_only_the_end_of_a_long_history_is_read(tmp_path):
     path = tmp_path / "metrics.jsonl"
     line = b'{"step": %d, "reward/mean": 0.0}\n'
     path.write_bytes(b"".join(line % step for step in range(2 * TAIL_BYTES // len(line))))

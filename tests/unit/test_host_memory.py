@@ -22,14 +22,14 @@ def system(folder: Path, files: dict[str, str]) -> int | None:
     return available_memory(folder / "proc", folder / "groups")
 
 
-def test_without_limits_it_is_what_the_kernel_says(tmp_path):
+def test_available_memory_without_cgroup_limits_is_the_kernels_figure(tmp_path):
     assert system(tmp_path, {}) == 100 * MIB
     assert system(tmp_path, {"proc/self/cgroup": "0::/job\n", "groups/job/memory.max": "max\n"}) == 100 * MIB
     assert available_memory(tmp_path / "nothing", tmp_path / "nothing") is None
     assert 0 < (available_memory() or 0) < 1 << 50
 
 
-def test_a_limit_counts_less_what_is_used_and_cannot_be_dropped(tmp_path):
+def test_cgroup_limits_count_minus_used_memory_without_droppable_cache(tmp_path):
     files = {
         "proc/self/cgroup": "0::/slice/job\n",
         "groups/slice/job/memory.max": f"{60 * MIB}\n",
@@ -123,5 +123,5 @@ def save_and_go_back(rank: int, folder: Path) -> bool:
     return checkpointer.resume()
 
 
-def test_ranks_with_and_without_copies_go_back_together(tmp_path):
+def test_ranks_with_and_without_copies_roll_back_together(tmp_path):
     assert run_thread_ranks(2, save_and_go_back, tmp_path) == [True, True]

@@ -71,7 +71,7 @@ def prune_to_one(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("harm", [*NO_MANIFEST.items(), *WRONG_FIELDS.items()], ids=lambda harm: harm[0])
-def test_a_manifest_that_is_none(run_dir, harm, capsys):
+def test_an_invalid_manifest_is_one_message(run_dir, harm, capsys):
     """Verbs print one message, and a resume passes over the checkpoint and uses the one before it."""
     newest = step_dir(run_dir, 4)
     harm[1](newest)
@@ -92,7 +92,7 @@ def test_a_manifest_that_is_none(run_dir, harm, capsys):
 
 
 @pytest.mark.parametrize("harm", WRONG_FILES.items(), ids=lambda harm: harm[0])
-def test_a_file_that_is_none(run_dir, harm, capsys):
+def test_a_file_of_the_wrong_kind_or_size_is_damage(run_dir, harm, capsys):
     newest = step_dir(run_dir, 4)
     harm[1](newest)
     code, output = look("verify", newest, capsys)
@@ -105,7 +105,7 @@ def test_a_file_that_is_none(run_dir, harm, capsys):
 
 
 @pytest.mark.parametrize("harm", WRONG_DOCUMENTS.items(), ids=lambda harm: harm[0])
-def test_a_document_of_another_form_is_damage_for_whoever_reads_it(tmp_path, run_dir, harm, capsys):
+def test_a_document_of_the_wrong_form_is_damage_when_it_is_read(tmp_path, run_dir, harm, capsys):
     newest = step_dir(run_dir, 4)
     harm[1](newest)
     code, output = look("inspect", newest, capsys)
@@ -123,7 +123,7 @@ def real_parts() -> dict[str, Stateful]:
 
 
 @pytest.mark.parametrize("harm", WRONG_STATES.items(), ids=lambda harm: harm[0])
-def test_a_state_of_another_form_is_damage_and_the_run_falls_back(tmp_path, run_dir, harm, caplog):
+def test_a_state_of_the_wrong_form_is_damage_and_the_run_falls_back(tmp_path, run_dir, harm, caplog):
     config = make_config(tmp_path)
     config.checkpoint.contents = ["model", "optimizer", "extra", "hf_model"]
     harm[1](step_dir(run_dir, 4))
@@ -137,7 +137,7 @@ def test_a_state_of_another_form_is_damage_and_the_run_falls_back(tmp_path, run_
 
 
 @pytest.mark.parametrize("lie", LYING_WEIGHTS.items(), ids=lambda lie: lie[0])
-def test_weights_with_a_lying_header_are_damage(tmp_path, lie, capsys):
+def test_weights_with_a_forged_header_are_damage(tmp_path, lie, capsys):
     config = make_config(tmp_path)
     config.checkpoint.contents = ["hf_model"]
     save_steps(config, PlainRole(), 2, 4)
@@ -166,7 +166,7 @@ def test_weights_with_a_lying_header_are_damage(tmp_path, lie, capsys):
     ],
     ids=["pipe", "folder", "binary", "deep", "wrong types", "a number", "circle", "terabyte"],
 )
-def test_a_hint_of_any_kind_does_not_hide_the_checkpoints(run_dir, name, make, capsys):
+def test_an_invalid_pointer_or_resolved_yaml_does_not_hide_checkpoints(run_dir, name, make, capsys):
     (run_dir / name).unlink(missing_ok=True)
     make(run_dir / name)
     code, output = look("list", run_dir, capsys)
@@ -179,7 +179,7 @@ def test_a_hint_of_any_kind_does_not_hide_the_checkpoints(run_dir, name, make, c
     [os.mkfifo, Path.mkdir, lambda path: path.write_bytes(b"\xff"), lambda path: path.write_text("[]"), sparse],
     ids=["pipe", "folder", "binary", "list", "terabyte"],
 )
-def test_a_run_file_that_is_none_is_a_users_mistake(run_dir, make):
+def test_an_invalid_run_file_is_a_user_error(run_dir, make):
     (run_dir / RUN_FILE).unlink(missing_ok=True)
     make(run_dir / RUN_FILE)
     with pytest.raises(UserError, match="Remove the file; a checkpoint"):

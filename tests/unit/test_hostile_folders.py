@@ -82,7 +82,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], Path], int]] = {
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("foreign", FOREIGN.items(), ids=lambda foreign: foreign[0])
-def test_what_is_not_ours_is_one_message(tmp_path, foreign, verb, capsys):
+def test_a_foreign_folder_is_one_message(tmp_path, foreign, verb, capsys):
     make, expected = foreign[1]
     (tmp_path / "folder").mkdir()
     path = make(tmp_path / "folder")
@@ -108,7 +108,7 @@ def test_links_in_a_circle_are_one_message(tmp_path, verb, capsys):
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("what", ["the run", "a checkpoint", "a manifest", "a file"])
-def test_what_may_not_be_read_is_one_message(saved, verb, what, capsys):
+def test_an_unreadable_path_is_one_message(saved, verb, what, capsys):
     with tempfile.TemporaryDirectory() as folder:  # a folder that other users may enter
         run_dir = shutil.copytree(saved, Path(folder, "run"))
         newest = step_dir(run_dir, 4)
@@ -137,7 +137,7 @@ def test_what_may_not_be_read_is_one_message(saved, verb, what, capsys):
     assert ("intact" in output) == (verb == "verify" and what != "the run")
 
 
-def test_a_tree_of_mischief_does_not_hide_a_run(saved, tmp_path, capsys):
+def test_links_pipes_and_sockets_in_a_tree_do_not_hide_a_run(saved, tmp_path, capsys):
     tree = tmp_path / "tree"
     shutil.copytree(saved, tree / "project/run")
     (tree / "project/circle").symlink_to(tree)
@@ -172,7 +172,7 @@ def test_a_tree_of_mischief_does_not_hide_a_run(saved, tmp_path, capsys):
     [os.mkfifo, Path.mkdir, lambda path: path.symlink_to(path.name), lambda path: path.write_text("[" * 100_000)],
     ids=["pipe", "folder", "circle", "deep"],
 )
-def test_a_lock_that_is_none(saved, tmp_path, name, make, capsys):
+def test_an_invalid_lock_file_does_not_crash_prune(saved, tmp_path, name, make, capsys):
     run_dir = shutil.copytree(saved, tmp_path / "run")
     (run_dir / name).unlink(missing_ok=True)
     make(run_dir / name)

@@ -152,25 +152,25 @@ def reached(module: str) -> set[str]:
     return seen
 
 
-def test_every_room_has_its_storey():
+def test_every_folder_has_a_layer():
     rooms = {room(name) for name in trees()} - {""}
     assert rooms == set().union(*STOREYS)
 
 
-def test_there_is_no_circle():
+def test_there_is_no_import_cycle():
     try:
         TopologicalSorter(graph()).prepare()
     except CycleError as error:
         raise AssertionError(" -> ".join(error.args[1])) from None
 
 
-def test_no_arrow_goes_up():
+def test_no_module_imports_a_higher_layer():
     arrows = [(a, b) for a, targets in graph().items() for b in sorted(targets) if room(a) and room(b)]
     assert arrows, "an empty graph proves nothing"
     assert [f"{a} -> {b}" for a, b in arrows if storey(b) < storey(a)] == []
 
 
-def test_the_checkpoint_is_asked_by_few():
+def test_only_listed_folders_import_the_checkpoint_package():
     users = {room(a) for a, targets in graph().items() if any(room(b) == "checkpoint" for b in targets)}
     assert users <= MAY_IMPORT_CHECKPOINT
 
@@ -193,7 +193,7 @@ def test_only_the_command_reaches_the_converters():
     assert {name for name in reaches if room(name) != "convert"} == {"rlhf.checkpoint.__main__"}
 
 
-def test_storage_knows_events_only():
+def test_the_storage_package_imports_events_only():
     targets = {b for a in graph() if room(a) == "storage" for b in graph()[a]}
     assert {room(b) for b in targets} <= {"storage", "events"}
 
@@ -202,7 +202,7 @@ def test_a_rank_imports_nothing_of_the_launcher():
     assert [name for name in sorted(reached("rlhf.worker")) if room(name) == "launch"] == []
 
 
-def test_the_whole_configuration_is_seen_by_few():
+def test_only_listed_modules_import_the_whole_config():
     users = {name for name, tree in trees().items() if ("rlhf.config", "Config") in set(imports(tree))}
     assert users, "somebody does"
     assert {name for name in users if room(name) != "config"} == MAY_SEE_THE_WHOLE_CONFIG
@@ -257,7 +257,7 @@ def test_no_test_imports_another():
     assert arrows == []
 
 
-def test_one_module_has_the_server_that_ranks_are_forked_from():
+def test_only_tests_support_preload_configures_the_fork_server():
     """Python keeps one list of modules for the server, and the module that sets it last wins."""
     users = set()
     for name, tree in trees_of_tests().items():

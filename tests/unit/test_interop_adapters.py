@@ -58,7 +58,7 @@ def merged(folder: Path, **origin: Any) -> dict[str, torch.Tensor]:
     return {name: source.read(name, 0, i.numel).view(i.shape) for name, i in source.contents.tensors.items()}
 
 
-def test_base_and_adapter_become_one(adapter, base, weights, factors):
+def test_merging_adds_the_adapter_to_the_base_weights(adapter, base, weights, factors):
     found = merged(adapter)
     assert found.keys() == weights.keys()
     changed = {f"{name}.weight": expected(weights, factors, name, 2.0) for name in (Q, DOWN)}
@@ -69,7 +69,7 @@ def test_base_and_adapter_become_one(adapter, base, weights, factors):
     assert all(torch.equal(named[name], found[name]) for name in found)
 
 
-def test_ranges_are_those_of_the_whole(adapter):
+def test_ranges_of_a_merged_tensor_equal_slices_of_the_whole(adapter):
     found, source = merged(adapter), open_source(Origin(adapter, adapter="merge"))
     flat = found[f"{Q}.weight"].view(-1)
     for start, stop in ((0, 9), (9, 100), (100, len(flat)), (3, 4)):
@@ -85,7 +85,7 @@ def test_scaling_is_peft_s(adapter, base, weights, factors):
     assert torch.equal(merged(adapter)[f"{DOWN}.weight"], expected(weights, factors, DOWN, 6.0))
 
 
-def test_whole_modules_and_halves(adapter, base, weights, factors):
+def test_fully_trained_modules_and_bfloat16_weights_are_merged(adapter, base, weights, factors):
     factors |= {f"{PREFIX}lm_head.weight": torch.randn(512, 16)}
     save_file({name: tensor.bfloat16() for name, tensor in factors.items()}, adapter / "adapter_model.safetensors")
     save_file({name: tensor.bfloat16() for name, tensor in weights.items()}, adapter / "model.safetensors")
@@ -97,7 +97,7 @@ def test_whole_modules_and_halves(adapter, base, weights, factors):
     assert torch.equal(found[f"{Q}.weight"], expected(halves, halves, Q, 2.0).bfloat16())
 
 
-def test_kept_as_what_it_is(adapter, factors, tmp_path, capsys):
+def test_adapter_keep_writes_the_adapter_unchanged(adapter, factors, tmp_path, capsys):
     command = ["merge", "--local_dir", str(adapter), "--target_dir", str(tmp_path / "kept")]
     assert main(command) == 2
     output = capsys.readouterr().err
@@ -133,7 +133,7 @@ def test_kept_as_what_it_is(adapter, factors, tmp_path, capsys):
         ({"base_model_name_or_path": "/nowhere"}, "base_model_name_or_path=/nowhere"),
     ],
 )
-def test_what_cannot_be_merged_is_one_line(settings, message, adapter, base):
+def test_an_adapter_that_cannot_be_merged_is_an_error(settings, message, adapter, base):
     configure(adapter, **{"base_model_name_or_path": str(base)} | settings)
     with pytest.raises(UserError, match=message):
         merged(adapter)
@@ -168,7 +168,7 @@ def of_verl(base, tmp_path) -> Path:
     return save_adapted_by_verl(base, tmp_path / "actor")
 
 
-def test_in_verl_s_files(of_verl, base, weights, factors):
+def test_an_adapter_in_verl_rank_files_is_merged_or_kept(of_verl, base, weights, factors):
     with pytest.raises(UserError, match="--adapter=merge to merge"):
         open_source(Origin(of_verl))
     found = merged(of_verl)

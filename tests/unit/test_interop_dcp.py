@@ -82,7 +82,7 @@ def test_what_is_written_is_read_again(written):
     assert torch.equal(source.read("model.embed_tokens.weight", 17, 100), torch.arange(17.0, 100.0))
 
 
-def test_the_type_and_the_small_files(tmp_path):
+def test_a_written_folder_has_the_requested_dtype_and_the_model_files(tmp_path):
     causal_lm("qwen2", tmp_path / "model")
     source = MemorySource(TENSORS, MOMENTS, model_files=tmp_path / "model")
     (tmp_path / "written").mkdir()
@@ -112,7 +112,7 @@ def trained(architecture: str, folder: Path) -> tuple[Any, torch.optim.Optimizer
     return model, optimizer, found
 
 
-def test_accelerates_folders(tmp_path):
+def test_folders_saved_by_accelerate_are_read(tmp_path):
     """With SHARDED_STATE_DICT, accelerate saves FSDP's model and optimizer in two folders, each a named state dict."""
     model, optimizer, expected = trained("qwen2", tmp_path / "checkpoint-7")
     weights, state = get_state_dict(model, optimizer)
@@ -270,7 +270,7 @@ def test_torchtitans_models_that_are_not_known(tmp_path):
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "model.", "_orig_mod."])
-def test_what_wraps_a_model_is_taken_off(tmp_path, prefix):
+def test_prefixes_of_wrapped_models_are_removed(tmp_path, prefix):
     tensors = {"model.embed_tokens.weight": torch.ones(3, 2), "lm_head.weight": torch.zeros(3, 2)}
     dcp.save({prefix + n: t for n, t in tensors.items()}, checkpoint_id=tmp_path, no_dist=True)
     assert_equal(whole(open_source(Origin(tmp_path))), tensors)
@@ -311,13 +311,13 @@ def test_broken_folders(written):
         open_source(Origin(written), "dcp")
 
 
-def test_no_model_in_it(tmp_path):
+def test_a_folder_without_model_tensors_is_an_error(tmp_path):
     dcp.save({"optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}}}, checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(UserError, match=r"has no tensors of a model: optimizer.state.0.exp_avg"):
         open_source(Origin(tmp_path))
 
 
-def test_megatrons_are_not_taken_for_it(written):
+def test_a_megatron_folder_is_not_recognised_as_dcp(written):
     (written / "metadata.json").write_text("{}")
     assert not layout_dcp.recognises(Origin(written))
 

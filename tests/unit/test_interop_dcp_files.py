@@ -256,7 +256,7 @@ def test_a_metadata_takes_no_more_memory_than_it_has(folder: Path) -> None:
         ({"x": {"saved_offsets": [0, 0]}}, [0, 12], "does not fit its shape"),
     ],
 )
-def test_safetensors_that_lie_get_one_line(tmp_path: Path, places: Any, offsets: list[int], message: str) -> None:
+def test_forged_safetensors_offsets_are_damage(tmp_path: Path, places: Any, offsets: list[int], message: str) -> None:
     """The files lie about their tensors' offsets or lengths."""
     entry = {"dtype": "F32", "shape": [2, 3], "data_offsets": offsets}
     header = {"__metadata__": {"DCP_SHARDING_INFO": json.dumps(places)}, "x": entry}

@@ -70,7 +70,7 @@ def test_a_flipped_bit_in_a_pickle_is_found(model, tmp_path):
         whole(source)
 
 
-def test_pickles_that_want_more(tmp_path):
+def test_pickles_with_other_objects_than_tensors_are_rejected(tmp_path):
     torch.save({"a": torch.ones(2), "path": tmp_path}, tmp_path / PICKLE)
     with pytest.raises(UserError, match="uses pathlib"), opened(tmp_path):
         pass
@@ -109,7 +109,7 @@ def test_broken_folders(model, tmp_path):
     check_rejected(UserError, "is quantized")
 
 
-def test_the_files_are_those_of_the_library(model, tmp_path):
+def test_files_of_save_pretrained_are_read_bit_for_bit(model, tmp_path):
     folder = saved(model, tmp_path)
     with opened(folder) as source:
         assert equal_bits(whole(source), load_file(folder / "model.safetensors"))

@@ -27,7 +27,7 @@ def names_of(path: Path) -> set[str]:
     return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
 
 
-def test_each_has_what_a_layout_has():
+def test_every_layout_has_name_recognises_and_open_source():
     for entry in LAYOUTS:
         layout = entry.load()
         assert layout.NAME
@@ -35,14 +35,14 @@ def test_each_has_what_a_layout_has():
         assert callable(layout.open_source)
 
 
-def test_a_tag_that_would_not_be_looked_at(tmp_path):
+def test_a_tag_for_a_layout_without_tags_is_an_error(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     for backend in ("auto", "huggingface"):
         with pytest.raises(UserError, match="--tag=step-9 selects one of several saves"):
             open_source(Origin(tmp_path, tag="step-9"), backend)
 
 
-def test_what_nobody_knows(tmp_path):
+def test_missing_paths_and_unknown_layouts_are_errors(tmp_path):
     with pytest.raises(UserError, match=f"{tmp_path / 'x'} does not exist"):
         open_source(Origin(tmp_path / "x"))
     (tmp_path / "file").write_text("")
@@ -66,7 +66,7 @@ def test_a_part_of_our_checkpoint_names_the_checkpoint(tmp_path):
             open_source(Origin(step / part))
 
 
-def test_a_role_that_is_not_there(tmp_path):
+def test_a_missing_role_is_an_error_that_lists_the_roles(tmp_path):
     for role in ("actor", "critic"):
         (tmp_path / role).mkdir()
         (tmp_path / role / "model_world_size_1_rank_0.pt").touch()
@@ -89,7 +89,7 @@ def test_a_run_directory_of_another_trainer_names_its_newest_step(tmp_path):
         open_source(Origin(tmp_path), "native")
 
 
-def test_parts_that_overlap_are_no_whole(tmp_path):
+def test_overlapping_parts_do_not_form_a_tensor(tmp_path):
     """The parts have as many elements as the whole, but one position occurs twice and another never."""
     (tmp_path / "f").write_bytes(bytes(16))
     parts = [

@@ -1,4 +1,4 @@
-"""Megatron's folders of ranks as a model of transformers, and back."""
+"""Converts Megatron's rank folders to a model of transformers, and back."""
 
 import json
 import os
@@ -111,7 +111,7 @@ def test_a_critics_folder_gives_its_value_head(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_what_megatron_keeps_beside_the_weights_does_no_harm(models: Any, tmp_path: Path) -> None:
+def test_megatrons_arguments_and_random_state_are_ignored(models: Any, tmp_path: Path) -> None:
     """The newest iteration is read; Megatron-LM's files also have its arguments and random state."""
     model, folder = models("llama")
     beside: dict[str, Any] = {
@@ -253,7 +253,7 @@ def test_what_cannot_be_split_is_refused_before_anything_is_written(models: Any,
     assert not list(tmp_path.iterdir())
 
 
-def test_the_pages_commands_do_what_it_says(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_commands_work(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run each command of `From and to Megatron` in docs/interop.md, on folders in verl's and Megatron-LM's layout."""
     model, folder = models("qwen2")
     monkeypatch.chdir(tmp_path)

@@ -44,7 +44,7 @@ def merged(command, source: Path, target: Path, *options) -> dict[str, torch.Ten
     return {name: t for path in sorted(target.glob("*.safetensors")) for name, t in load_file(path).items()}
 
 
-def test_a_copy_is_the_same(models, tmp_path, command):
+def test_merging_a_hugging_face_folder_copies_it(models, tmp_path, command):
     for name in ("qwen2", "llama"):
         found = merged(command, models / name, tmp_path / name)
         assert equal_bits(found, load_file(models / name / "model.safetensors"))
@@ -56,7 +56,7 @@ def test_a_copy_is_the_same(models, tmp_path, command):
         assert json.loads(written["config.json"]) == json.loads(kept["config.json"])
 
 
-def test_types_and_shards(models, tmp_path, command):
+def test_merge_converts_the_dtype_and_splits_into_shards(models, tmp_path, command):
     whole = load_file(models / "llama" / "model.safetensors")
     found = merged(command, models / "llama", tmp_path / "b", "--dtype", "bfloat16", "--max-shard-size", "4KB")
     assert equal_bits(found, {name: tensor.bfloat16() for name, tensor in whole.items()})
@@ -70,7 +70,7 @@ def test_types_and_shards(models, tmp_path, command):
     assert equal_bits(merged(command, tmp_path / "b", tmp_path / "again"), found)
 
 
-def test_the_names_of_convert_write_the_same(models, tmp_path, command):
+def test_convert_to_hf_writes_the_same_files_as_merge(models, tmp_path, command):
     """`convert --to hf` takes all options for a Hugging Face folder, and the two folders as arguments or as flags."""
     options = ("--dtype", "bfloat16", "--max-shard-size", "4KB", "--tie-word-embedding", "--json")
     merged(command, models / "qwen2", tmp_path / "merged", *options)
@@ -87,7 +87,7 @@ def test_the_names_of_convert_write_the_same(models, tmp_path, command):
     assert (code, "Give --to" in err) == (2, True)
 
 
-def test_numbers_that_float16_does_not_have_are_told(models, tmp_path, command):
+def test_weights_beyond_float16_are_an_error(models, tmp_path, command):
     source = shutil.copytree(models / "llama", tmp_path / "large")
     tensors = load_file(source / "model.safetensors")
     tensors["model.norm.weight"][3] = 1e5
@@ -258,7 +258,7 @@ def test_misplaced_folders_cost_no_imports(tmp_path):
     assert "no token for the Hub" in lines[9]
 
 
-def test_weights_that_stay_as_they_are_cost_no_imports(tmp_path):
+def test_copying_unchanged_weights_does_not_import_torch(tmp_path):
     run_dir = make_config(tmp_path).run_dir
     save_steps(make_config(tmp_path), PlainRole(), 1)
     code = (
@@ -280,7 +280,7 @@ def test_weights_that_stay_as_they_are_cost_no_imports(tmp_path):
 
 
 @pytest.mark.parametrize("contents", ["model", "hf_model"])
-def test_copied_weights_are_the_computed_ones(tmp_path, command, monkeypatch, contents):
+def test_copied_and_converted_folders_are_identical(tmp_path, command, monkeypatch, contents):
     run_thread_ranks(3, save_part, tmp_path, contents)
     run_dir, options = make_config(tmp_path).run_dir, ("--max-shard-size", "8KB", "--no-tie-word-embedding")
     copied = merged(command, run_dir, tmp_path / "copied", *options)
@@ -322,7 +322,7 @@ def test_mistyped_words_get_one_line(capsys):
         assert all(part in err for part in (*message.split(".*"), "--help"))
 
 
-def test_an_address_is_no_folder(tmp_path, capsys, monkeypatch):
+def test_an_address_instead_of_a_folder_is_an_error(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     address, here = "s3://bucket/model", "model"
     for arguments in (

@@ -52,7 +52,7 @@ def save_of(rank: int, folder: Path, world_size: int, domains: bool = False) -> 
     make_checkpointer(config, roles, 3, coordinator, reference=reference).save(3)
 
 
-def test_what_three_ranks_wrote_is_whole_again(tmp_path):
+def test_parts_of_three_ranks_are_read_as_whole_tensors(tmp_path):
     run_thread_ranks(3, save_of, tmp_path, 3)
     for role, seed in (("actor", 0), ("critic", 5), ("ref", 0)):
         for chunk in (None, 7):
@@ -160,7 +160,7 @@ def test_the_model_files_of_the_start(tmp_path):
         pass
 
 
-def test_what_was_not_saved_is_told(tmp_path):
+def test_parts_that_were_not_saved_are_listed_as_absent(tmp_path):
     config = make_config(tmp_path)
     config.checkpoint.contents = ["hf_model"]
     save_steps(config, PlainRole(SIZE), 1)

@@ -89,7 +89,7 @@ def test_a_file_within_a_file(tensors, tmp_path):
 
 
 @pytest.mark.parametrize(("evil", "name"), [(Evil, "posix.system"), (Subtle, "eval")])
-def test_what_wants_to_run_code_is_refused_with_its_name(evil, name, tmp_path):
+def test_a_pickle_that_calls_functions_is_rejected_and_the_function_named(evil, name, tmp_path):
     marker = tmp_path / "ran"
     written = {
         "as_torch_does": saved(tmp_path / "a.pt", {"model": evil(marker)}),
@@ -109,7 +109,7 @@ def test_what_wants_to_run_code_is_refused_with_its_name(evil, name, tmp_path):
     assert marker.exists()
 
 
-def test_the_list_of_this_reader_is_the_only_one(tmp_path):
+def test_safe_globals_of_torch_do_not_extend_the_allowed_list(tmp_path):
     path = saved(tmp_path / "f.pt", {"x": Fraction(1, 3)})
     before = torch.serialization.get_safe_globals()
     torch.serialization.add_safe_globals([Fraction])  # as some library may
@@ -122,7 +122,7 @@ def test_the_list_of_this_reader_is_the_only_one(tmp_path):
         torch.serialization.add_safe_globals(before)
 
 
-def test_a_stand_in_keeps_what_an_object_is_made_of(tmp_path):
+def test_a_stand_in_keeps_the_arguments_of_an_object(tmp_path):
     path = saved(tmp_path / "f.pt", {"path": Path("/a/b"), "x": torch.ones(2)})
     found = open_torch_file(path, [stand_in("pathlib.PosixPath")])
     assert isinstance(found["path"], StandIn)
@@ -130,7 +130,7 @@ def test_a_stand_in_keeps_what_an_object_is_made_of(tmp_path):
     assert type(found["path"]).__name__ == "PosixPath"
 
 
-def test_what_is_no_whole_file_is_one_line(tensors, tmp_path):
+def test_a_file_that_is_not_a_complete_torch_file_is_one_line(tensors, tmp_path):
     whole = saved(tmp_path / "whole.pt", tensors | {"many": torch.arange(5000.0)})
     content = whole.read_bytes()
     torch.save(tensors, tmp_path / "old", _use_new_zipfile_serialization=False)
@@ -203,19 +203,19 @@ class Lying:
     ("offset", "size", "stride"),
     [(0, (20,), (1,)), (3, (2,), (1,)), (100, (4,), (1,)), (0, (4, 2), (2, 1)), (0, (1 << 30, 4), (0, 1))],
 )
-def test_a_tensor_has_only_numbers_of_its_own(offset, size, stride, tmp_path):
+def test_a_tensor_outside_its_own_storage_is_damage(offset, size, stride, tmp_path):
     """A tensor must not read other tensors' numbers in the file, nor repeat a few of its own without bound."""
     path = saved(tmp_path / "f.pt", {"lying": Lying(offset, size, stride), "other": torch.full((1000,), 7.0)})
     with pytest.raises(DamagedCheckpoint, match=r"lists tensors beyond its end|expands a few numbers"):
         open_torch_file(path)
 
 
-def test_a_tensor_may_repeat_its_numbers(tmp_path):
+def test_an_expanded_tensor_is_read(tmp_path):
     place = open_torch_file(saved(tmp_path / "f.pt", torch.arange(4.0).expand(3, 4)))
     assert place.read(0, 12).tolist() == [0.0, 1.0, 2.0, 3.0] * 3
 
 
-def test_another_byte_order_is_told(tmp_path):
+def test_a_file_in_another_byte_order_is_rejected(tmp_path):
     path = saved(tmp_path / "file.pt", torch.arange(4.0))
     other = tmp_path / "big.pt"
     other.write_bytes(path.read_bytes().replace(b"little", b"big   "))
@@ -223,7 +223,7 @@ def test_another_byte_order_is_told(tmp_path):
         open_torch_file(other)
 
 
-def test_no_array_of_numpy_is_made(tmp_path):
+def test_numpy_arrays_in_a_pickle_are_not_created(tmp_path):
     """NumPy's dtypes trust a pickle, which can make them treat the bytes of an array as addresses of objects."""
     state = {"rng": np.random.get_state()}
     for files in (fsdp_files, deepspeed_files):
@@ -257,7 +257,7 @@ def test_a_flipped_bit_of_a_tensor_is_seen_while_it_is_read(order, tmp_path):
     assert torch.equal(open_torch_file(path)["other"].read(0, 9), torch.ones(9))
 
 
-def test_where_no_checksums_were_taken_none_are_compared(tmp_path):
+def test_files_without_checksums_are_read(tmp_path):
     torch.serialization.set_crc32_options(False)
     try:
         path = saved(tmp_path / "f.pt", {"weight": torch.arange(50.0)})
@@ -273,7 +273,7 @@ def test_a_flipped_bit_in_a_pickle_is_seen_before_it_is_read(tmp_path):
         open_torch_file(path)
 
 
-def test_a_damaged_file_of_tensors_is_not_taken_for_mischief(tmp_path):
+def test_a_damaged_tensor_file_is_not_reported_as_unsafe(tmp_path):
     """Its pickle uses only names that every file of tensors uses."""
     path = tmp_path / "f.pt"
     path.write_bytes(pickle.dumps(OrderedDict(weight=[1, 2])))

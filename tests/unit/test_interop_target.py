@@ -1,4 +1,4 @@
-"""Output folder of a verb: whole or not there, whatever happens to its writer."""
+"""Output folder of a verb: complete or absent, even if its writer fails or is killed."""
 
 import errno
 import os
@@ -29,7 +29,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_it_is_there_only_when_it_is_whole(tmp_path):
+def test_the_target_appears_only_when_complete(tmp_path):
     target = tmp_path / "deep" / "out"
     with output_folder(target) as folder:
         write_small(folder / "a", b"1")
@@ -39,7 +39,7 @@ def test_it_is_there_only_when_it_is_whole(tmp_path):
     assert names(target.parent) == ["out"]
 
 
-def test_nothing_stays_of_one_that_failed(tmp_path):
+def test_a_failed_write_leaves_nothing(tmp_path):
     with pytest.raises(ZeroDivisionError), output_folder(tmp_path / "out") as folder:
         write_file(folder, "a", (b"1" * (1 // number) for number in (1, 0)))
     assert names(tmp_path) == []
@@ -163,7 +163,7 @@ def test_an_output_that_a_kill_left_without_a_name_gets_it_back(tmp_path, overwr
     assert names(tmp_path) == ["out"]
 
 
-def test_leftovers_of_the_dead_go_and_only_those_of_this_target(tmp_path):
+def test_leftovers_of_dead_writers_of_this_target_are_removed(tmp_path):
     for name in (".incomplete-out-0123456789ab", ".replaced-out-0123456789ab", ".incomplete-other-0123456789ab"):
         (tmp_path / name).mkdir()
     with output_folder(tmp_path / "out"):
@@ -171,7 +171,7 @@ def test_leftovers_of_the_dead_go_and_only_those_of_this_target(tmp_path):
     assert names(tmp_path) == [".incomplete-other-0123456789ab", "out"]
 
 
-def test_another_writer_is_not_disturbed(tmp_path):
+def test_a_second_writer_of_the_same_target_is_rejected(tmp_path):
     with output_folder(tmp_path / "out") as folder:
         with pytest.raises(UserError, match="being written by another process"), output_folder(tmp_path / "out"):
             pass
@@ -179,7 +179,7 @@ def test_another_writer_is_not_disturbed(tmp_path):
     assert names(tmp_path / "out") == ["a"]
 
 
-def test_a_target_that_is_there(tmp_path):
+def test_an_existing_target_needs_overwrite(tmp_path):
     target = tmp_path / "out"
     target.mkdir()
     with output_folder(target) as folder:  # an empty folder may exist
@@ -194,7 +194,7 @@ def test_a_target_that_is_there(tmp_path):
 
 
 @pytest.mark.parametrize("can", [True, False])
-def test_one_that_is_replaced_is_there_all_the_time_where_names_can_be_exchanged(tmp_path, monkeypatch, can):
+def test_a_replaced_target_never_disappears_if_names_can_be_exchanged(tmp_path, monkeypatch, can):
     if not can:
         monkeypatch.setattr(files, "_swap", lambda path, other: errno.EINVAL)
     seen = []
@@ -208,7 +208,7 @@ def test_one_that_is_replaced_is_there_all_the_time_where_names_can_be_exchanged
     assert names(tmp_path) == ["out"]
 
 
-def test_targets_that_would_cost_something(tmp_path, monkeypatch):
+def test_targets_that_would_overwrite_sources_or_checkpoints_are_rejected(tmp_path, monkeypatch):
     source = tmp_path / "runs" / "source"
     source.mkdir(parents=True)
     (tmp_path / "file").write_text("")
@@ -234,7 +234,7 @@ def test_targets_that_would_cost_something(tmp_path, monkeypatch):
     assert names(tmp_path) == ["dangling", "file", "link", "runs"]
 
 
-def test_what_is_not_as_it_was_written_is_named(tmp_path):
+def test_verify_written_names_a_changed_file(tmp_path):
     written = [write_file(tmp_path, name, [os.urandom(1000)]) for name in ("a", "deep/b")]
     verify_written(tmp_path, written)
     flip_bit(tmp_path / "deep" / "b", 77)
@@ -257,7 +257,7 @@ def test_a_runs_checkpoints_are_not_replaced(tmp_path):
     assert names(checkpoint) == []
 
 
-def test_a_link_among_the_leftovers_goes_alone(tmp_path):
+def test_a_leftover_link_is_removed_without_its_target(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / ".incomplete-out-0123456789ab").symlink_to(tmp_path / "mine")
     with output_folder(tmp_path / "out"):
@@ -295,7 +295,7 @@ def test_a_full_disk_is_one_line_and_nothing_else(command, model, tmp_path, caps
         assert names(folder) == ["mine"]
 
 
-def test_a_place_that_takes_nothing(tmp_path, monkeypatch):
+def test_a_target_without_write_permission_is_an_error(tmp_path, monkeypatch):
     def fail(*_):
         raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / ".incomplete-out-1"))
 

@@ -62,7 +62,7 @@ def changed(model, tmp_path) -> Callable[[Callable[[Tensors], object]], Path]:
     return make
 
 
-def test_equal_ones(model, tmp_path, compare, changed):
+def test_equal_models_are_reported_equal(model, tmp_path, compare, changed):
     config = make_config(tmp_path)
     config.model.path = str(model)
     save_steps(config, ModelRole(load_file(model / "model.safetensors")), 1)
@@ -101,7 +101,7 @@ def test_values_within_the_tolerance(compare, changed):
     ],
     ids=["missing", "extra", "shape", "dtype", "a head that is not tied"],
 )
-def test_other_forms(compare, changed, capsys, model, change, what, name):
+def test_missing_extra_or_reshaped_tensors_are_reported(compare, changed, capsys, model, change, what, name):
     folder = changed(change)
     code, verdict = compare(folder, "--atol", "1e9")
     assert code == 1
@@ -115,7 +115,7 @@ def test_other_forms(compare, changed, capsys, model, change, what, name):
     assert out.endswith("NOT equal within 1e+09\n")
 
 
-def test_types_that_may_differ(compare, changed):
+def test_ignore_dtype_compares_values_only(compare, changed):
     folder = changed(lambda tensors: tensors.update({n: t.bfloat16() for n, t in tensors.items()}))
     code, verdict = compare(folder, "--ignore-dtype", "--atol", "0.5", "--rows", "0")
     assert (code, verdict["dtypes"]) == (0, {})
@@ -123,7 +123,7 @@ def test_types_that_may_differ(compare, changed):
     assert compare(folder, "--atol", "0.5", "--rows", "0")[0] == 1
 
 
-def test_tensors_decide_the_type_of_the_logits(model, tmp_path, compare):
+def test_the_dtype_of_logits_follows_the_tensors_and_not_the_config(model, tmp_path, compare):
     folder = shutil.copytree(model, tmp_path / "stated")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
@@ -131,7 +131,7 @@ def test_tensors_decide_the_type_of_the_logits(model, tmp_path, compare):
     assert (code, verdict["equal"], verdict["logits"]) == (0, True, 0.0)
 
 
-def test_the_logits_show_another_configuration(model, tmp_path, compare):
+def test_a_changed_configuration_shows_in_the_logits(model, tmp_path, compare):
     folder = shutil.copytree(model, tmp_path / "eps")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))

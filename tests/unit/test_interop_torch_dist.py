@@ -1,4 +1,4 @@
-"""Megatron's distributed checkpoints as a model of transformers, and back."""
+"""Converts Megatron's distributed checkpoints to a model of transformers, and back."""
 
 import json
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from rlhf.convert.dcp import dcp_writer
 from rlhf.convert.megatron.megatron_folder import write_megatron_folder
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from tests.support.megatron_states import of_tensor_rank, whole_layer
+from tests.support.megatron_states import tensor_parallel_part, whole_layer
 from tests.support.sources import opened, whole
 from tests.support.tiny_models import causal_lm
 
@@ -33,7 +33,7 @@ def reference(model: PreTrainedModel) -> dict[str, Tensor]:
     if not model.config.tie_word_embeddings:
         result["output_layer.weight"] = state["lm_head.weight"]
     for layer in range(model.config.num_hidden_layers):
-        for name, value in of_tensor_rank(whole_layer(state, layer, model.config), 0, 1).items():
+        for name, value in tensor_parallel_part(whole_layer(state, layer, model.config), 0, 1).items():
             result[f"decoder.layers.{layer}.{name}"] = value
     return result
 

@@ -53,7 +53,7 @@ def copy(saved, tmp_path) -> Path:
     return Path(shutil.copytree(saved[0], tmp_path / "checkpoint-40"))
 
 
-def test_everything_comes_along(saved):
+def test_weights_moments_and_progress_are_read(saved):
     folder, moments = saved
     source = open_source(Origin(folder))
     assert source.layout == "trainer"
@@ -97,7 +97,7 @@ def test_weights_in_pickles(copy):
         (lambda state: {"optimizer": state}, "is not from an optimizer of torch"),
     ],
 )
-def test_moments_that_do_not_fit_are_left_out(change, expected, copy):
+def test_moments_that_do_not_match_the_model_are_left_out(change, expected, copy):
     state = change(torch.load(copy / "optimizer.pt", weights_only=True))
     (copy / "optimizer.pt").unlink()
     if state is not None:
@@ -109,7 +109,7 @@ def test_moments_that_do_not_fit_are_left_out(change, expected, copy):
     assert source.contents.progress.step == 40
 
 
-def test_the_page_s_commands(saved, tmp_path, monkeypatch):
+def test_the_documented_commands_work(saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(saved[0], "output/checkpoint-40")
     causal_lm("llama", tmp_path / "base")

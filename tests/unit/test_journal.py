@@ -1,4 +1,4 @@
-"""The rollout journal: what it gives back, to whom, and what it drops."""
+"""Rollout journal: which samples and rewards it returns after a restart, and which it drops."""
 
 import shutil
 import tracemalloc
@@ -86,7 +86,7 @@ def knows_all(journal: Journal) -> bool:
     return (journal.samples(UIDS), journal.results(UIDS)) == (list(SAMPLES.values()), list(RESULTS.values()))
 
 
-def test_what_was_added_is_known_after_a_restart_and_not_before(runs):
+def test_added_samples_are_returned_after_a_restart_only(runs):
     journal = runs.at(3)
     assert journal.samples(UIDS) is None
     assert journal.written == 0
@@ -137,7 +137,7 @@ def changed(runs: Runs, **sections: Any) -> Journal:
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_samples_of_another_course_are_dropped_with_all_later_ones(runs, what):
+def test_samples_of_another_trajectory_and_later_steps_are_dropped(runs, what):
     for step in (2, 3, 4):
         fill(runs.at(step))
     other = OTHERS[what](runs)
@@ -148,7 +148,7 @@ def test_samples_of_another_course_are_dropped_with_all_later_ones(runs, what):
 
 
 @pytest.mark.parametrize("other", ["another folder", "the same folder"])
-def test_samples_of_other_adapters_to_begin_with_are_dropped(runs, tmp_path, other):
+def test_samples_of_other_initial_adapters_are_dropped(runs, tmp_path, other):
     """`model.lora.path` matters only at the start, which a run repeats if it was killed before its first save."""
     for name, content in (("first", b"a"), ("second", b"b")):
         (tmp_path / name).mkdir()
@@ -181,7 +181,7 @@ def test_harmless_settings_change_nothing(runs):
         (None, "x", False),
     ],
 )
-def test_samples_are_those_of_the_batch_before(runs, written, read, known):
+def test_samples_are_kept_only_after_the_same_previous_batch(runs, written, read, known):
     fill(runs.at(3, after=written))
     assert knows_all(runs.at(3, after=read)) == known
     assert runs.file(3).exists() == known
@@ -196,7 +196,7 @@ def test_a_file_of_another_format_is_dropped(runs):
     assert not runs.file(3).exists()
 
 
-def test_of_a_step_one_prompt_at_a_time_is_copied(runs):
+def test_the_journal_encodes_one_prompt_at_a_time(runs):
     """The journal encodes one prompt's samples at a time, so its memory stays small beside the samples."""
     length, prompts = 10_000, 40
     samples = {uid: [Sample.of(uid, 0, [uid] * length, [-0.5] * length, "stop")] for uid in range(prompts)}
@@ -213,7 +213,7 @@ def test_of_a_step_one_prompt_at_a_time_is_copied(runs):
     assert runs.at(3).samples(list(samples)) == list(samples.values())
 
 
-def test_batches_are_told_apart_to_the_last_bit():
+def test_digests_distinguish_batches_to_the_last_bit():
     def group(uid: int = 1, **changes: Any) -> Group:
         facts: dict[str, Any] = {
             "samples": samples_of(1),
@@ -290,7 +290,7 @@ def damage(path: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["flipped", "torn", "header", "only a part of the header"])
-def test_damage_costs_the_damaged_and_is_mended(runs, what, caplog):
+def test_damaged_records_are_dropped_and_rewritten(runs, what, caplog):
     fill(runs.at(3))
     damage(runs.file(3), what)
     again = runs.at(3)
@@ -317,7 +317,7 @@ def test_another_number_of_ranks_finds_every_sample(runs):
     assert runs.names() == []
 
 
-def test_another_rank_s_damage_is_not_mended_but_passed_over(runs, caplog):
+def test_damage_in_another_ranks_file_is_skipped_and_not_fixed(runs, caplog):
     fill(runs.at(3, rank=0, ranks=2))
     content = runs.file(3).read_bytes()[:-1]
     runs.file(3).write_bytes(content)
@@ -328,7 +328,7 @@ def test_another_rank_s_damage_is_not_mended_but_passed_over(runs, caplog):
     assert "damaged or torn" in caplog.text
 
 
-def test_a_file_that_its_rank_has_dropped_is_no_trouble(runs, caplog):
+def test_a_journal_file_removed_by_its_rank_logs_nothing(runs, caplog):
     fill(runs.at(3, rank=0, ranks=2))
     other = runs.at(3, rank=1, ranks=2)
     runs.file(3).unlink()

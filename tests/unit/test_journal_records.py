@@ -28,7 +28,7 @@ def test_whole_records_come_back():
 
 
 @pytest.mark.parametrize("end", range(SECOND, SECOND + len(frame(b"")) + 1))
-def test_a_torn_record_is_told_from_the_whole_ones_before_it(end):
+def test_a_torn_record_is_dropped_and_earlier_records_are_kept(end):
     whole = end == SECOND + len(frame(b""))
     assert payloads(FILE[:end]) == ((PAYLOADS[:2], end) if whole else (PAYLOADS[:1], SECOND))
 
@@ -41,7 +41,7 @@ def test_a_flipped_byte_costs_one_record(position):
 
 
 @pytest.mark.parametrize("position", range(8))
-def test_behind_a_flipped_length_nothing_is_believed(position):
+def test_no_wrong_record_is_read_after_a_flipped_length(position):
     content = bytearray(FILE)
     content[SECOND + position] ^= 0x10
     found, whole = payloads(bytes(content))
@@ -75,6 +75,6 @@ def test_rewards_are_exact():
     assert repr(results_of(document)) == repr(results)
 
 
-def test_a_tail_may_hold_any_bytes():
+def test_the_tail_of_a_record_may_contain_any_bytes():
     tail = b"\n\x00\n"
     assert from_payload(to_payload({"text": "a\nb"}, tail)) == ({"text": "a\nb"}, tail)

@@ -38,7 +38,7 @@ def attempt(exits: dict[int, int], first: tuple[int, ...] = (), killed: tuple[in
         ({0: 1, 1: KILLED}, True, Ending.REQUEUE),
     ],
 )
-def test_one_word_decides(exits, stop, ending):
+def test_the_exits_of_ranks_decide_how_the_attempt_ended(exits, stop, ending):
     assert classify(attempt(exits), nproc=2, stop_requested=stop) is ending
 
 
@@ -53,7 +53,7 @@ def test_the_earliest_error_is_the_cause():
     assert first_cause(attempt({0: 1, 1: 1}, first=(0, 1)), errors) == 1
 
 
-def test_user_error_is_taken_from_the_rank_that_met_it():
+def test_a_user_error_is_taken_from_the_rank_that_raised_it():
     statuses = {
         0: RankStatus(1, "a", 1.0, RankError("crash", "connection reset", "")),
         1: RankStatus(1, "a", 0.0, RankError("user", "data.train_files=x: no such file", "")),
@@ -62,7 +62,7 @@ def test_user_error_is_taken_from_the_rank_that_met_it():
     assert "exit code 2" in user_error(attempt({0: 2}), {})
 
 
-def test_report_names_all_that_is_known():
+def test_the_crash_report_shows_exits_steps_events_and_errors():
     traceback = "\n".join(f"line {n}" for n in range(40))
     statuses = {
         0: RankStatus(7, "rollout.after", 2.0, None),
@@ -79,7 +79,7 @@ def test_report_names_all_that_is_known():
     assert furthest_step(statuses) == 7
 
 
-def test_a_message_of_many_lines_is_told_once_and_whole():
+def test_a_multi_line_message_is_reported_once_and_completely():
     message = "\n".join(["ValueError: no number", *(f"sample {n}" for n in range(30))])
     error = RankError("crash", message, f"Traceback:\n  frame\n{message}\n")
     text = report(attempt({0: 1}, first=(0,)), 1, {0: RankStatus(7, "update", 1.0, error)}, None)
@@ -101,7 +101,7 @@ def test_the_end_of_the_launcher_is_the_cause_unless_a_rank_failed_before():
     assert "rank 0: died with the launcher" in report(late, 2, statuses, None)
 
 
-def test_exits_in_words():
+def test_exit_codes_and_signals_are_described_in_words():
     assert str(RankExit(3)) == "exit code 3"
     assert "out-of-memory" in str(RankExit(KILLED))
     assert str(RankExit(-signal.SIGSEGV)) == "SIGSEGV"

@@ -33,7 +33,7 @@ def test_second_run_is_refused_with_the_holder_and_the_remedy(tmp_path):
         pass
 
 
-def test_a_holder_without_a_name_yet_is_still_a_clear_refusal(tmp_path):
+def test_a_lock_whose_holder_has_not_written_its_name_is_rejected_clearly(tmp_path):
     with run_lock(tmp_path):
         (tmp_path / "run.lock").write_text("")
         with pytest.raises(UserError, match="just started"), run_lock(tmp_path):
@@ -56,7 +56,7 @@ def lock_all(rank: int, folder: Path, nodes: list[int]) -> str:
 
 
 @pytest.mark.parametrize("nodes", [[0] * 6, [0, 1, 0, 1], [2, 1, 1, 2, 2]])
-def test_ranks_of_one_launch_hold_every_directory_together_and_a_second_launch_gets_none(tmp_path, monkeypatch, nodes):
+def test_all_ranks_of_a_launch_share_its_locks_and_a_second_launch_gets_none(tmp_path, monkeypatch, nodes):
     monkeypatch.setattr(lock, "LOOK_AGAIN_S", 0.001)
     for _ in range(2):  # free again afterwards
         assert run_thread_ranks(len(nodes), lock_all, tmp_path, nodes) == [""] * len(nodes)

@@ -35,7 +35,7 @@ def test_a_rank_is_quiet(monkeypatch, rank, bars):
 
 
 @pytest.mark.parametrize("captured", [True, False])
-def test_a_caller_has_its_own_logging_back(monkeypatch, captured):
+def test_the_logging_of_a_caller_is_restored(monkeypatch, captured):
     monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
     monkeypatch.setattr(logging.getLogger("httpx"), "level", logging.DEBUG)
 
@@ -55,7 +55,7 @@ def test_a_caller_has_its_own_logging_back(monkeypatch, captured):
         logging.captureWarnings(False)
 
 
-def test_a_thread_of_a_process_that_ignores_its_children_is_told():
+def test_a_thread_in_a_process_that_ignores_sigchld_is_an_error():
     code = f"""
 import signal, threading
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)

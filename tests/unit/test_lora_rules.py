@@ -52,11 +52,11 @@ def test_plain_settings_pass():
         ({"target_modules": []}, ["model.lora.target_modules=[]", "all-linear"]),
     ],
 )
-def test_settings_by_themselves(lora, message):
+def test_invalid_lora_settings_are_rejected(lora, message):
     says(config_error(config_of(**lora)), *message)
 
 
-def test_settings_beside_others():
+def test_lora_settings_that_conflict_with_other_settings_are_rejected():
     config = config_of(use_dora=True, base_dtype="bfloat16")
     config.actor.use_kl_loss = True
     config.ref.update_freq, config.checkpoint.contents = 5, ["hf_model"]
@@ -91,7 +91,7 @@ def targets(**lora: Any) -> str:
     return user_error(target_names, tiny_qwen2(), LoraConfig(**{"enabled": True, "rank": 4} | lora))
 
 
-def test_target_modules_are_there():
+def test_target_modules_must_exist_in_the_model():
     names = target_names(
         tiny_qwen2(), LoraConfig(rank=4, target_modules=["q_proj", "mlp.up_proj"], exclude_modules=["0.mlp.up_proj"])
     )
@@ -103,7 +103,7 @@ def test_target_modules_are_there():
     says(targets(target_modules=["lm_head"]), "lm_head", "head")
 
 
-def test_a_rank_is_one_that_a_weight_can_have():
+def test_a_lora_rank_above_every_layer_size_is_rejected():
     says(targets(rank=17), "model.lora.rank=17", "16", "model.layers.0.mlp.down_p")
     says(targets(rank=9, target_modules=["k_proj"]), "model.lora.rank=9", "model.lora.rank=8")
     # The rank may exceed the size of some layers: small ones, such as experts' gates, are common.
@@ -191,7 +191,7 @@ def test_adapter_of_another_base(folders, tmp_path):
     check_adapter_folder(LoraConfig(enabled=True, path=str(adapter)), str(base))  # the folder may be a copy of org/base
 
 
-def test_a_torn_adapter_is_told_before_the_base_is_loaded(folders):
+def test_a_truncated_adapter_is_rejected_before_the_base_is_loaded(folders):
     base, adapter = folders
     file = adapter / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
@@ -200,7 +200,7 @@ def test_a_torn_adapter_is_told_before_the_base_is_loaded(folders):
     says(start(base, adapter), f"model.lora.path={adapter}", "adapter_model.safetensors", "safetensors header")
 
 
-def test_layers_and_shapes_are_told_before_the_base_is_loaded(folders):
+def test_wrong_layers_and_shapes_are_rejected_before_the_base_is_loaded(folders):
     """The base's folder has no weights, so the checks cannot have loaded any."""
     base, adapter = folders
     model = tiny_qwen2(0)
@@ -227,13 +227,13 @@ def test_layers_and_shapes_are_told_before_the_base_is_loaded(folders):
 
 
 @pytest.mark.parametrize("named", ["~nobody-of-this-name/base", "a" * 5000, "\0", ["a", "list"]], ids=range(4))
-def test_a_name_of_a_base_that_no_folder_can_have(folders, named):
+def test_an_adapter_with_an_invalid_base_name_passes(folders, named):
     base, adapter = folders
     write(adapter, base, base_model_name_or_path=named)
     check_adapter_folder(LoraConfig(enabled=True, path=str(adapter)), str(base))
 
 
-def test_a_pipe_in_the_place_of_a_file_is_no_file(folders):
+def test_a_pipe_instead_of_adapter_config_json_is_a_missing_file(folders):
     base, adapter = folders
     (adapter / "adapter_config.json").unlink()
     os.mkfifo(adapter / "adapter_config.json")
@@ -273,7 +273,7 @@ def test_vllm_serves_adapters(engine):
     assert not any(line.startswith("rollout.lora=native") for line in lora_problems(config))
 
 
-def test_ways_of_adapters_without_adapters_are_refused():
+def test_adapter_settings_without_adapters_are_rejected():
     config = config_of(enabled=False)
     config.rollout.lora, config.checkpoint.hf_adapter = "native", "merge"
     lines = sorted(lora_problems(config))

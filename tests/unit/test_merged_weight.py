@@ -35,7 +35,7 @@ def adapted(model: nn.Module, name: str, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize(("name", "settings"), VARIANTS)
-def test_it_is_what_peft_merges_to_the_bit(name, settings):
+def test_merged_weights_equal_those_of_peft_to_the_bit(name, settings):
     torch.manual_seed(0)
     model = adapted(AutoModelForCausalLM.from_config(tiny_config(name)).float(), name, **settings)
     base = {key: parameter.clone() for key, parameter in model.named_parameters()}

@@ -104,7 +104,7 @@ def test_step_metrics():
     )
 
 
-def test_what_no_sample_is_has_no_metric():
+def test_metrics_without_any_sample_are_left_out():
     sample = Sample.of(0, 0, [1, 1], [0.0, 0.0], "length", 0)
     group = Group(0, [1, 1], [sample], [RewardResult(1.0, {"maths": 1.0})], [0.0], None)
     batch = collate([group], 0, 0, torch.device("cpu"))

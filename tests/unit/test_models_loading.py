@@ -99,7 +99,7 @@ def damage(folder, name, tensor=None):
 
 @pytest.mark.parametrize("tensor", [None, torch.zeros(3, 3)])
 @pytest.mark.parametrize("kind", ["policy", "reward_model"])
-def test_lost_or_misshapen_weights_are_told(tmp_path, kind, tensor):
+def test_missing_or_misshapen_weights_are_an_error(tmp_path, kind, tensor):
     make, load = {"policy": (causal_lm, load_model), "reward_model": (classifier, load_reward_model)}[kind]
     make("llama", tmp_path)
     lost = "model.layers.1.mlp.up_proj.weight"
@@ -133,7 +133,7 @@ def test_architecture_without_a_classifier_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("load", [load_model, load_value_model])
-def test_training_is_without_the_dropout_that_is_exported(tmp_path, load):
+def test_dropout_is_0_in_training_and_kept_in_the_export(tmp_path, load):
     causal_lm("gpt_neox", tmp_path, hidden_dropout=0.1, attention_dropout=0.25)
     source = ModelSource("model.path", str(tmp_path))
     base = load_model_config(source, tmp_path)
@@ -183,7 +183,7 @@ def test_a_damaged_generation_config_is_not_ignored(policy, content):
         ("config.json", '{"model_type": "llama", "vocab_size": "x"}', load_model_config),
     ],
 )
-def test_damage_of_any_kind_is_a_users_error(policy, name, content, function):
+def test_damaged_model_files_are_user_errors(policy, name, content, function):
     (policy / name).write_text(content)
     says(
         user_error(function, ModelSource("model.path", str(policy)), policy),

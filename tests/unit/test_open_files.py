@@ -22,13 +22,13 @@ print("own", resource.getrlimit(resource.RLIMIT_NOFILE), "child", subprocess.che
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS.keys())
-def test_a_command_may_open_as_many_files_as_it_is_allowed_to(command):
+def test_commands_raise_the_limit_of_open_files_to_the_hard_limit(command):
     program = [sys.executable, "-c", START.format(command=command)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-2:] == ["own (4096, 4096) child 4096", ""]
 
 
-def test_a_start_with_closed_streams_has_streams():
+def test_a_start_with_closed_standard_streams_works():
     command = [sys.executable, "-m", "rlhf.train", "trainer.nprocs=8"]
     done = subprocess.run(["sh", "-c", '"$@" <&- >&- 2>&-', "sh", *command], check=False)
     assert done.returncode == EXIT_USER_ERROR

@@ -30,30 +30,30 @@ algorithm.use_kl_in_reward trainer.critic_warmup trainer.logger trainer.project_
 trainer.n_gpus_per_node trainer.nnodes trainer.save_freq trainer.test_freq trainer.total_epochs"""
 
 
-def test_what_is_offered_is_there():
+def test_offered_settings_exist():
     groups = {*Library.find(None).groups, "recipes"}
     offered = set(OTHERS.settings.values())
     assert {name for name in offered if not setting_of(name)} <= groups | SECTIONS
 
 
-def test_no_name_of_the_table_is_a_setting_of_ours():
+def test_names_in_the_table_are_not_settings_of_this_trainer():
     typed = {*OTHERS.settings, *OTHERS.remarks}
     assert not typed & {*SETTINGS, "recipes"}
     assert not OTHERS.settings.keys() & OTHERS.remarks.keys()
 
 
-def test_settings_that_remarks_name_are_there():
+def test_settings_in_remarks_exist():
     words = {word.strip(".,;()'") for text in OTHERS.remarks.values() for word in text.split()}
     names = {word.partition("=")[0].strip("'") for word in words if word.split(".")[0] in SECTIONS and "." in word}
     assert {name for name in names if not setting_of(name)} == set()
 
 
-def test_values_that_are_offered_are_choices():
+def test_offered_values_are_valid_choices():
     choices = {choice for setting in SETTINGS.values() for choice in setting.metadata["choices"]}
     assert set(OTHERS.values.values()) <= choices | ESTIMATORS.keys() | set(Library.find(None).entries("algorithm"))
 
 
-def test_settings_of_remarks_on_values_are_there_and_the_values_are_not():
+def test_remarks_on_values_name_existing_settings_and_invalid_values():
     groups = Library.find(None).groups
     for key, value in OTHERS.value_remarks:
         setting = SETTINGS.get(key)
@@ -91,7 +91,7 @@ def test_every_setting_of_a_script_of_verls_has_an_answer(key):
         ("vllm_max_model_length", "rollout.engine_kwargs.vllm.max_model_len"),
     ],
 )
-def test_a_name_of_another_trainers(typed, ours):
+def test_a_name_of_another_trainer_gets_the_matching_setting(typed, ours):
     assert nearest_setting(typed) == ours
     assert hint(typed) == f" Did you mean {ours}?"
 
@@ -109,7 +109,7 @@ def test_a_name_of_another_trainers(typed, ours):
         ("actor_rollout_ref.rollout.load_format", "Leave it out"),
     ],
 )
-def test_names_without_a_setting_of_ours_have_a_sentence(typed, meant):
+def test_names_without_a_matching_setting_get_a_remark(typed, meant):
     assert meant in remark(typed)
 
 
@@ -134,7 +134,7 @@ def test_a_number_of_samples_is_not_taken_for_one_of_tokens(typed, ours):
 @pytest.mark.parametrize(
     "typed", ["model.torch_dtype", "actor_rollout_ref.actor.fsdp_config.model_dtype", "torch_dtype"]
 )
-def test_a_data_type_of_the_whole_model_is_told_apart(typed):
+def test_a_dtype_of_the_whole_model_gets_both_precision_settings(typed):
     assert "backend.autocast=bfloat16" in hint(typed)
     assert "rollout.dtype" in hint(typed)
 
@@ -150,7 +150,7 @@ def test_a_data_type_of_the_whole_model_is_told_apart(typed):
         ("load_checkpoint", "The same command again resumes the run"),
     ],
 )
-def test_a_name_without_a_counterpart_is_not_taken_for_one_that_is_spelled_alike(typed, message):
+def test_a_name_without_counterpart_gets_no_similarly_spelled_suggestion(typed, message):
     assert message in hint(typed)
     assert "Did you mean" not in hint(typed)
 
@@ -173,7 +173,7 @@ RATIOS = "algorithm.rollout_correction.rollout_is_threshold"
         ("algorithm.normalize_reward=false", "null disables the normalization."),
     ],
 )
-def test_a_value_that_verl_or_openrlhf_takes(typed, message):
+def test_a_value_in_the_syntax_of_verl_or_openrlhf_gets_a_hint(typed, message):
     with pytest.raises(UserError) as raised:
         validate(compose_config([typed], Library.find(None)), {})
     assert message in str(raised.value)
@@ -256,7 +256,7 @@ def test_a_value_that_verl_or_openrlhf_takes(typed, message):
         ("rollout.nn", ["rollout.n?"]),
     ],
 )
-def test_names_that_had_no_answer(typed, facts):
+def test_names_from_other_trainers_get_hints(typed, facts):
     says(hint(typed), *facts)
 
 
@@ -268,12 +268,12 @@ def test_a_general_word_is_not_taken_for_the_same_word_of_another_section(typed)
     assert hint(typed) == ""
 
 
-def test_a_general_word_of_a_similar_section_is():
+def test_a_general_word_of_a_similar_section_gets_the_matching_setting():
     says(hint("reward_model.overlong_buffer.enable"), "reward.overlong_buffer.enable")
 
 
 @pytest.mark.parametrize(("suffix", "ours"), [("", "model.path="), (".jsonl", "data.train_files=")])
-def test_a_folder_or_a_file_without_its_setting(tmp_path, suffix, ours):
+def test_a_path_without_a_setting_gets_the_setting_to_write(tmp_path, suffix, ours):
     path = tmp_path / f"mine{suffix}"
     if suffix:
         path.write_text("")
@@ -285,7 +285,7 @@ def test_a_folder_or_a_file_without_its_setting(tmp_path, suffix, ours):
     says(str(raised.value), f"write {ours}{path}.")
 
 
-def test_a_folder_as_the_option_model(tmp_path, monkeypatch):
+def test_the_option_model_gets_model_path_as_suggestion(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     with pytest.raises(UserError) as raised:
@@ -303,7 +303,7 @@ def test_a_folder_as_the_option_model(tmp_path, monkeypatch):
         (["--loss_type=dr_grpo"], ["algorithm=dr_grpo"]),
     ],
 )
-def test_values_that_had_no_answer(argv, facts):
+def test_values_from_other_trainers_get_hints(argv, facts):
     with pytest.raises(UserError) as raised:
         validate(compose_config(parse(argv).overrides, Library.find(None)), {})
     says(str(raised.value), *facts)
@@ -313,7 +313,7 @@ def test_a_share_of_the_steps_is_not_offered_as_their_number():
     assert hint("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio").endswith("a number of optimizer steps.")
 
 
-def test_a_value_that_is_only_spelled_alike_is_not_offered():
+def test_a_value_with_another_meaning_is_not_suggested():
     assert likely_choice("gpu", ("auto", "cpu", "cuda")) == "cuda"
     assert likely_choice("gpu", ("cpu",)) is None
     assert nearest("gpu", ("cpu",)) is None

@@ -1,4 +1,4 @@
-"""Rows that the user's code makes: a function from row to row, or a class as verl's; and each mistake in it."""
+"""Rows from the user's code: a function that maps rows, or a dataset class like verl's, and errors for mistakes."""
 
 import json
 import random
@@ -106,13 +106,13 @@ def test_random_numbers_repeat_and_do_not_disturb_the_run(own, tmp_path):
     assert build(data, rewards).fingerprint == first.fingerprint, "other ranks and a resume read the same rows"
 
 
-def test_the_fingerprint_is_of_the_rows_that_the_code_makes(own):
+def test_the_fingerprint_depends_on_the_rows_that_the_function_returns(own):
     prompts = build(own("to_row", {"from": "1 + 2", "unused": 1}))
     assert build(own("to_row", {"from": "1 + 2", "unused": 2})).fingerprint == prompts.fingerprint
     assert build(own("to_row", {"from": "1 + 3", "unused": 1})).fingerprint != prompts.fingerprint
 
 
-def test_a_class_as_verls_reads_the_files(own):
+def test_a_custom_dataset_class_in_verls_form_reads_the_files(own):
     data = own("Numbers", file="t.txt", text="11 22 33")
     assert check_sources(data, EXACT, 1) is None
     prompts = build(data)
@@ -121,7 +121,7 @@ def test_a_class_as_verls_reads_the_files(own):
     assert len(build(own("Numbers", file="t.txt", text="11 22 33", train_max_samples=2))) == 2
 
 
-def test_other_settings_of_the_data_apply(own):
+def test_data_settings_apply_to_a_custom_dataset_class(own):
     data = own("Numbers", file="t.txt", text="11", system_prompt="Be brief.")
     assert [message["role"] for message in build(data)[0].messages] == ["system", "user"]
 
@@ -147,7 +147,7 @@ def test_errors_of_the_code_name_file_row_and_exception(own, tmp_path):
         (["path=rows.py", "name=to_row", "files=null"], ("data.custom_cls.path=rows.py", "data.train_files")),
     ],
 )
-def test_settings_that_do_not_fit(settings, texts):
+def test_invalid_settings_of_custom_data_are_rejected(settings, texts):
     files = ["data=reasoning_gym"] if "files=null" in settings else ["data.train_files=t.jsonl"]
     custom = [f"data.custom_cls.{each}" for each in settings if "files" not in each]
     config = compose_config(["recipes=minimal", "model=tiny", *files, *custom], Library.find(None))

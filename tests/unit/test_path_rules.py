@@ -11,7 +11,7 @@ from tests.support.refusals import says, user_error
 
 
 @pytest.mark.parametrize("key", ["model.path", "model.lora.path", "trainer.default_local_dir", "data.train_files"])
-def test_the_home_of_nobody(key: str) -> None:
+def test_a_path_in_the_home_of_an_unknown_user_is_rejected(key: str) -> None:
     config, name = Config(), "~nobody-of-this-name/here"
     config.model.path = config.data.train_files = "org/name"
     config.model.lora.enabled = True
@@ -25,7 +25,7 @@ def test_the_home_of_nobody(key: str) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_what_a_run_begins_with_is_not_overwritten(tmp_path: Path, overwrite: bool) -> None:
+def test_overwrite_rejects_inputs_inside_the_run_directory(tmp_path: Path, overwrite: bool) -> None:
     config = Config()
     config.model.path = config.data.train_files = "org/name"
     config.trainer.default_local_dir, config.trainer.overwrite = str(tmp_path / "link"), overwrite
@@ -41,7 +41,7 @@ def test_what_a_run_begins_with_is_not_overwritten(tmp_path: Path, overwrite: bo
     assert f"trainer.overwrite=true: would delete model.lora.path={folder}, which is in the run directory" in message
 
 
-def test_a_path_near_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misspelt_path_suggests_the_nearest_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "policy").mkdir(parents=True)
     (tmp_path / "models" / "polici").write_text("a file")

@@ -25,7 +25,7 @@ def test_phases_are_timed_apart_and_added_up():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_device_its_own_clock_counts():
+def test_phases_on_a_gpu_are_timed_by_the_gpu():
     device = torch.device("cuda", 0)
     clock, matrix = PhaseClock(device), torch.ones(4096, 4096, device=device)
     torch.cuda.synchronize()
@@ -52,6 +52,6 @@ def test_memory_of_this_process(tmp_path):
     assert memory_use(torch.device("cpu"), tmp_path / "none") == {}
 
 
-def test_the_largest_rank_counts():
+def test_the_seconds_of_the_slowest_rank_are_reported():
     assert largest([{"a": 1.0, "b": 4.0}, {"a": 3.0}]) == {"a": 3.0, "b": 4.0}
     assert largest([{}]) == {}

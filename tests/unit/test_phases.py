@@ -51,7 +51,7 @@ def test_a_step_and_an_evaluation(monkeypatch, tmp_path):
     ]
 
 
-def test_what_runs_behind_the_loop_counts_only_where_it_waits_for_it(tmp_path):
+def test_background_work_is_a_phase_only_while_the_loop_waits_for_it(tmp_path):
     recorder = Recorder()
     of_rank = Phases(recorder, 1, StatusWriter(tmp_path, 1))
 

@@ -76,7 +76,7 @@ def test_a_packed_pass_keeps_what_the_plan_says(name, within):
     assert planned == pytest.approx(kept(model, rows=4), rel=within)
 
 
-def test_eager_attention_keeps_pairs():
+def test_eager_attention_keeps_an_activation_per_pair_of_tokens():
     fused, eager = (build("llama", torch.float32, name) for name in ("sdpa", "eager"))
     architecture = ModelShapes({n: tuple(p.shape) for n, p in fused.named_parameters()}, fused.config.to_dict())
     planned = [

@@ -67,7 +67,7 @@ def test_a_recipe_fits_the_card_that_it_is_for(recipe, tmp_path: Path):
     assert not memory_plan(config, models, target).fits
 
 
-def test_a_base_and_its_reference_are_there_once(tmp_path: Path):
+def test_policy_and_reference_share_one_base(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
     overrides = ["recipes=gsm8k_qwen_7b_lora", f"model.path={tmp_path}", "rollout=vllm"]
     config = compose_config(overrides, Library.find(None), Machine(1, None))

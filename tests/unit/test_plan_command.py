@@ -1,4 +1,4 @@
-"""python -m rlhf.plan and the check before a run: what they print, and what they refuse."""
+"""python -m rlhf.plan and the memory check before a run: their output, and the settings that they reject."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def _anew():
 
 
 @pytest.fixture
-def seven_b(tmp_path) -> str:
+def qwen_7b(tmp_path) -> str:
     (tmp_path / "seven").mkdir()
     (tmp_path / "seven" / "config.json").write_text(json.dumps(QWEN_7B))
     return str(tmp_path / "seven")
@@ -96,8 +96,8 @@ def small(folder: Path) -> Config:
     return config
 
 
-def test_a_model_of_which_only_the_configuration_is_there(seven_b, capsys):
-    found = document(capsys, f"model.path={seven_b}", "trainer.nproc=8", "--device-memory", "80GB", code=DOES_NOT_FIT)
+def test_a_model_of_which_only_the_configuration_is_there(qwen_7b, capsys):
+    found = document(capsys, f"model.path={qwen_7b}", "trainer.nproc=8", "--device-memory", "80GB", code=DOES_NOT_FIT)
     assert found["parameters"] == {"policy": 7_615_616_512}
     assert found["checkpoint"]["parts"] == {"actor/model": 4 * 7_615_616_512, "actor/optimizer": 8 * 7_615_616_512}
     assert found["phases"]["save"]["actor weights"] == 4 * 7_615_616_512 // 8
@@ -106,11 +106,11 @@ def test_a_model_of_which_only_the_configuration_is_there(seven_b, capsys):
     assert found["tokens"]["step"] == 64 * 8 * 512
 
 
-def test_ranks_of_several_machines(seven_b, capsys):
-    on_one = document(capsys, f"model.path={seven_b}", "trainer.nproc=8", "--device-memory", "80GB", code=DOES_NOT_FIT)
+def test_ranks_of_several_machines(qwen_7b, capsys):
+    on_one = document(capsys, f"model.path={qwen_7b}", "trainer.nproc=8", "--device-memory", "80GB", code=DOES_NOT_FIT)
     on_four = document(
         capsys,
-        f"model.path={seven_b}",
+        f"model.path={qwen_7b}",
         "trainer.nproc=8",
         "--ranks",
         "32",
@@ -122,13 +122,13 @@ def test_ranks_of_several_machines(seven_b, capsys):
     assert 4 * on_four["phases"]["save"]["actor optimizer"] == on_one["phases"]["save"]["actor optimizer"]
 
 
-def test_an_error_names_the_setting_of_the_ranks(seven_b, capsys):
+def test_an_error_names_the_setting_of_the_ranks(qwen_7b, capsys):
     wrong = ["rollout=vllm", "trainer.nproc=8", "rollout.tensor_model_parallel_size=3", "--device-memory", "80GB"]
-    assert main(["recipes=null", "data.train_files=x.jsonl", f"model.path={seven_b}", *wrong]) == EXIT_USER_ERROR
+    assert main(["recipes=null", "data.train_files=x.jsonl", f"model.path={qwen_7b}", *wrong]) == EXIT_USER_ERROR
     says(capsys.readouterr().err, "rollout.tensor_model_parallel_size=3", "trainer.nproc=8")
 
 
-def test_each_model_and_phase_has_its_part(capsys):
+def test_the_plan_lists_every_model_and_phase(capsys):
     path, tiny = f"model.path={TINY_POLICY}", f"reward_model.path={TINY_POLICY}"
     plain = document(capsys, path, "actor.use_kl_loss=false", "trainer.device=cpu")
     assert list(plain["phases"]) == ["weight sync", "generation", "actor update", "save"]
@@ -152,8 +152,8 @@ def test_each_model_and_phase_has_its_part(capsys):
     assert 2 * more["checkpoint"]["parts"]["actor/huggingface"] == more["checkpoint"]["parts"]["actor/model"]
 
 
-def test_what_is_offloaded_is_where_it_is_needed(seven_b, capsys):
-    common = (f"model.path={seven_b}", "trainer.nproc=8", "--device-memory", "80GB", "actor.ppo_mini_batch_size=32")
+def test_what_is_offloaded_is_where_it_is_needed(qwen_7b, capsys):
+    common = (f"model.path={qwen_7b}", "trainer.nproc=8", "--device-memory", "80GB", "actor.ppo_mini_batch_size=32")
     common += ("rollout.gpu_memory_utilization=0.5",)
     settings = [f"{role}.fsdp_config.param_offload=true" for role in ("actor", "critic", "ref")]
     settings += [f"{role}.fsdp_config.optimizer_offload=true" for role in ("actor", "critic")]
@@ -179,8 +179,8 @@ def test_what_is_offloaded_is_where_it_is_needed(seven_b, capsys):
     assert not {found["set"] for found in moved["remedies"]} & set(settings)
 
 
-def test_the_optimizer_is_back_in_its_step(seven_b, capsys):
-    common = (f"model.path={seven_b}", "trainer.nproc=8", "--device-memory", "80GB", "rollout=vllm")
+def test_the_optimizer_is_back_in_its_step(qwen_7b, capsys):
+    common = (f"model.path={qwen_7b}", "trainer.nproc=8", "--device-memory", "80GB", "rollout=vllm")
     short = ("data.max_prompt_length=8", "data.max_response_length=8", "actor.fsdp_config.optimizer_offload=true")
     found = document(capsys, *common, *short, "model.enable_gradient_checkpointing=true")
     assert found["phases"]["actor update"]["actor optimizer"] == 8 * 7_615_616_512 // 8
@@ -195,8 +195,8 @@ def test_offloading_on_a_cpu_changes_no_figure(capsys):
     assert not [found["set"] for found in plain["remedies"] if "offload" in found["set"]]
 
 
-def test_a_page_for_people(seven_b, capsys):
-    arguments = ["recipes=null", "data.train_files=x.jsonl", f"model.path={seven_b}", "--device-memory", "80GB"]
+def test_the_printed_plan_shows_ranks_peak_and_remedies(qwen_7b, capsys):
+    arguments = ["recipes=null", "data.train_files=x.jsonl", f"model.path={qwen_7b}", "--device-memory", "80GB"]
     assert main([*arguments, "trainer.nproc=8", "--disk-speed", "2GB"]) == DOES_NOT_FIT
     output = capsys.readouterr().out
     for expected in (
@@ -210,7 +210,7 @@ def test_a_page_for_people(seven_b, capsys):
 
 
 @pytest.mark.parametrize("size", ["80", "many", "0GB", "GB", "-1GB", "1.2.3GB", "9" * 400])
-def test_a_size_that_is_none(size, capsys):
+def test_an_invalid_device_memory_is_a_usage_error(size, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--device-memory", size, "--ranks", "none"])
     assert ended.value.code == EXIT_USER_ERROR
@@ -218,12 +218,12 @@ def test_a_size_that_is_none(size, capsys):
 
 
 @pytest.mark.parametrize("text", ["many", "1.2.3GB", ".", "9" * 400, "1e30", "nan", "GB", "0GB"])
-def test_a_text_that_is_no_size(text):
+def test_byte_size_rejects_text_that_is_not_a_size(text):
     with pytest.raises(ArgumentTypeError, match="is not a size with a unit"):
         byte_size(text)
 
 
-def test_a_number_without_a_unit_is_no_size():
+def test_byte_size_rejects_a_number_without_a_unit():
     with pytest.raises(ArgumentTypeError, match="write 80GiB or 80GB"):
         byte_size("80")
 
@@ -277,7 +277,7 @@ def test_adapters_that_the_model_cannot_have(wrong, message, started, tmp_path, 
 
 
 @pytest.mark.parametrize("right", ["target_modules=[q_proj,mlp.up_proj]", "exclude_modules=[1.mlp]", "rank=96"])
-def test_adapters_that_the_files_show_are_right_build_nothing(right, capsys, monkeypatch):
+def test_valid_adapters_are_checked_without_building_the_model(right, capsys, monkeypatch):
     monkeypatch.setattr("rlhf.planning.meta_shapes.meta_model", None)
     document(
         capsys, f"model.path={TINY_POLICY}", "model.lora.enabled=true", f"model.lora.{right}", "trainer.device=cpu"
@@ -292,8 +292,8 @@ def test_settings_written_as_options(capsys):
     assert other == "--multirun: there is no such option. --help shows the usage."
 
 
-def test_an_engine_that_is_not_installed_is_planned(seven_b, capsys):
-    options = [f"model.path={seven_b}", "rollout=vllm", "trainer.nproc=8", "--device-memory", "80GB"]
+def test_vllm_is_planned_without_being_installed(qwen_7b, capsys):
+    options = [f"model.path={qwen_7b}", "rollout=vllm", "trainer.nproc=8", "--device-memory", "80GB"]
     options += ["rollout.gpu_memory_utilization=0.5", "rollout.dtype=bfloat16"]
     asleep, awake = (
         document(capsys, *options, f"rollout.sleep_level={level}", code=DOES_NOT_FIT)["phases"] for level in (2, 0)
@@ -306,10 +306,10 @@ def test_an_engine_that_is_not_installed_is_planned(seven_b, capsys):
     assert "engine cache" not in asleep["actor update"]
 
 
-def test_an_engine_without_room_for_a_sample_does_not_fit(seven_b):
+def test_an_engine_without_room_for_a_sample_does_not_fit(qwen_7b):
     """Half of 24 GB is less than the weights in bfloat16: every phase fits, and vLLM would not start."""
     config = Config()
-    config.model.path, config.trainer.nproc, config.data.train_files = seven_b, 8, "x.jsonl"
+    config.model.path, config.trainer.nproc, config.data.train_files = qwen_7b, 8, "x.jsonl"
     config.model.enable_gradient_checkpointing = True
     config.backend.autocast = config.rollout.dtype = "bfloat16"
     config.rollout.name, config.actor.ppo_max_token_len_per_gpu = "vllm", 1024
@@ -337,9 +337,9 @@ def test_an_engine_without_room_for_a_sample_does_not_fit(seven_b):
     assert planned().fits
 
 
-def test_a_remedy_saves_what_it_says(seven_b):
+def test_a_remedy_saves_what_it_says(qwen_7b):
     config = Config()
-    config.model.path, config.data.train_files, config.trainer.nproc = seven_b, "x.jsonl", 8
+    config.model.path, config.data.train_files, config.trainer.nproc = qwen_7b, "x.jsonl", 8
     validate(config)
     models = models_of(config, from_config=True)
     assert models is not None
@@ -353,8 +353,8 @@ def test_a_remedy_saves_what_it_says(seven_b):
     assert remedy.fits == other.fits
 
 
-def test_adapters_are_a_remedy_where_the_whole_model_does_not_fit(seven_b, capsys):
-    options = [f"model.path={seven_b}", "rollout=vllm", "backend.autocast=bfloat16", "rollout.dtype=bfloat16"]
+def test_adapters_are_a_remedy_where_the_whole_model_does_not_fit(qwen_7b, capsys):
+    options = [f"model.path={qwen_7b}", "rollout=vllm", "backend.autocast=bfloat16", "rollout.dtype=bfloat16"]
     options += ["model.enable_gradient_checkpointing=true", "actor.ppo_max_token_len_per_gpu=4096"]
     one = document(capsys, *options, "trainer.nproc=1", "--device-memory", "80GB", code=DOES_NOT_FIT)
     (adapters,) = (found for found in one["remedies"] if found["set"] == "model.lora.enabled=true")
@@ -363,17 +363,17 @@ def test_adapters_are_a_remedy_where_the_whole_model_does_not_fit(seven_b, capsy
     assert not [found for found in roomy["remedies"] if "lora" in found["set"]]
 
 
-def test_an_engine_of_ones_own_is_a_remedy_for_long_samples(seven_b, capsys):
+def test_vllm_is_a_remedy_for_long_samples(qwen_7b, capsys):
     """The embedded engine reserves room for all samples that it decodes together, each as long as the longest."""
     long = ["data.max_response_length=20480", "rollout.max_num_seqs=256", "trainer.nproc=8", "--device-memory=80GB"]
-    found = document(capsys, f"model.path={seven_b}", *long, "data.train_batch_size=512", code=DOES_NOT_FIT)
+    found = document(capsys, f"model.path={qwen_7b}", *long, "data.train_batch_size=512", code=DOES_NOT_FIT)
     assert found["peak"]["phase"] == "generation"
     assert found["remedies"][0]["set"] == "rollout=vllm"
 
 
-def test_more_ranks_take_less_of_each(seven_b):
+def test_more_ranks_take_less_of_each(qwen_7b):
     config = Config()
-    config.model.path = seven_b
+    config.model.path = qwen_7b
     models = models_of(config, from_config=True)
     assert isinstance(models, Models)
     totals = [memory_plan(config, models, Target(True, ranks)).phases[-1].total for ranks in (1, 2, 4, 8)]
@@ -400,8 +400,8 @@ def test_a_run_that_cannot_fit_ends_before_it_starts(driver, tmp_path, capsys):
     assert not (tmp_path / "rlhf").exists()
 
 
-def test_vllm_gets_what_training_leaves(seven_b, capsys):
-    options = (f"model.path={seven_b}", "rollout=vllm", "trainer.nproc=8", "--device-memory", "80GB")
+def test_vllm_gets_what_training_leaves(qwen_7b, capsys):
+    options = (f"model.path={qwen_7b}", "rollout=vllm", "trainer.nproc=8", "--device-memory", "80GB")
     options += ("backend.autocast=bfloat16", "rollout.dtype=bfloat16", "model.enable_gradient_checkpointing=true")
     memory, shares = 80 * 10**9, []
     for more in ((), ("actor.fsdp_config.optimizer_offload=true",), ("rollout.sleep_level=0",)):
@@ -421,12 +421,12 @@ def test_vllm_gets_what_training_leaves(seven_b, capsys):
     assert f"(gpu_memory_utilization {shares[0]:.2g})" in capsys.readouterr().out
 
 
-def test_vllm_gets_what_an_evaluation_leaves(seven_b):
+def test_vllm_gets_what_an_evaluation_leaves(qwen_7b):
     """An evaluation has no optimizer and keeps the policy in host memory, so vLLM gets nearly all of the GPU."""
     target = Target(True, 8, 80 << 30, 1 << 40)
-    run = ["recipes=null", "data.train_files=x.jsonl", f"model.path={seven_b}", "rollout=vllm", "trainer.device=cuda"]
+    run = ["recipes=null", "data.train_files=x.jsonl", f"model.path={qwen_7b}", "rollout=vllm", "trainer.device=cuda"]
     run += ["rollout.dtype=bfloat16", "trainer.nproc=8"]
-    judged = ["reward=reward_model", f"reward_model.path={seven_b}"]
+    judged = ["reward=reward_model", f"reward_model.path={qwen_7b}"]
     shares = {}
     for name, more in {
         "plain": [],
@@ -447,7 +447,7 @@ def test_vllm_gets_what_an_evaluation_leaves(seven_b):
     assert 0.7 < shares["awake"] < shares["plain"]
 
 
-def test_the_ranks_of_an_evaluation_ask_for_its_share(driver):
+def test_vllm_gets_a_larger_memory_share_in_an_evaluation(driver):
     driver.write_text("0, GPU-a, 3000\n")
     run = ["recipes=offline", f"model.path={TINY_POLICY}", "rollout=vllm", "trainer.device=cuda"]
     config = compose_config([*run, "data.train_batch_size=4096", "rollout.n=64"], Library.find(None))
@@ -455,20 +455,20 @@ def test_the_ranks_of_an_evaluation_ask_for_its_share(driver):
 
 
 @pytest.mark.parametrize(("taken", "share"), [(0, 0.9), (30, 0.6), (39, 0.5), (60, 0.3), (85, 0.05), (200, 0.05)])
-def test_the_share_is_what_is_left_in_steps(taken, share):
+def test_the_memory_share_of_vllm_is_the_rest_rounded_down_to_a_twentieth(taken, share):
     assert free_share(100, taken) == pytest.approx(share)
 
 
-def test_layers_with_a_window_cache_only_the_window(seven_b, capsys):
-    options = (f"model.path={seven_b}", "rollout=vllm", "trainer.nproc=8", "--device-memory=80GB")
+def test_layers_with_a_window_cache_only_the_window(qwen_7b, capsys):
+    options = (f"model.path={qwen_7b}", "rollout=vllm", "trainer.nproc=8", "--device-memory=80GB")
     options += ("backend.autocast=bfloat16", "rollout.dtype=bfloat16", "model.enable_gradient_checkpointing=true")
     options += ("rollout.gpu_memory_utilization=0.5", "data.max_prompt_length=1024", "data.max_response_length=3072")
     plain = document(capsys, *options)["tokens"]["cache"]
     changed = QWEN_7B | {"sliding_window": 1024, "layer_types": ["sliding_attention", "full_attention"] * 14}
-    Path(seven_b, "config.json").write_text(json.dumps(changed))
+    Path(qwen_7b, "config.json").write_text(json.dumps(changed))
     # Half of the layers keep a quarter of a sample's 4,096 tokens.
     assert document(capsys, *options)["tokens"]["cache"] == pytest.approx(plain / (5 / 8), rel=1e-3)
-    Path(seven_b, "config.json").write_text(json.dumps(changed | {"use_sliding_window": False}))
+    Path(qwen_7b, "config.json").write_text(json.dumps(changed | {"use_sliding_window": False}))
     assert document(capsys, *options)["tokens"]["cache"] == plain
 
 
@@ -490,8 +490,8 @@ def test_windows_of_files_without_layer_types_are_those_of_transformers(named):
     assert {64, None} == set(windows)
 
 
-def test_devices_beyond_the_heads_of_the_keys_get_copies(seven_b, capsys):
-    options = (f"model.path={seven_b}", "rollout=vllm", "trainer.nproc=28", "--device-memory=800GB")
+def test_devices_beyond_the_heads_of_the_keys_get_copies(qwen_7b, capsys):
+    options = (f"model.path={qwen_7b}", "rollout=vllm", "trainer.nproc=28", "--device-memory=800GB")
     options += ("data.train_batch_size=28", "actor.ppo_mini_batch_size=28")
     options += ("backend.autocast=bfloat16", "rollout.dtype=bfloat16", "rollout.gpu_memory_utilization=0.5")
     found = {
@@ -535,12 +535,12 @@ def test_a_switch_overrides_the_refusal(driver, tmp_path):
     check_fits(config)
 
 
-def test_the_error_of_the_check_names_the_settings_that_together_fit(driver, seven_b, monkeypatch):
+def test_the_error_of_the_check_names_the_settings_that_together_fit(driver, qwen_7b, monkeypatch):
     """The remedy works: with these settings added to the command, the check passes."""
     driver.write_text("0, GPU-a, 24576\n")
     monkeypatch.setattr("rlhf.planning.check.machine_memory", lambda: 128 << 30)
-    write_meta_weights(seven_b)
-    command = ["recipes=null", "data.train_files=x.jsonl", f"model.path={seven_b}", "rollout=embedded"]
+    write_meta_weights(qwen_7b)
+    command = ["recipes=null", "data.train_files=x.jsonl", f"model.path={qwen_7b}", "rollout=embedded"]
     command += ["trainer.device=cuda", "trainer.nproc=1"]
     with pytest.raises(UserError, match="does not fit") as raised:
         check_fits(compose_config(command, Library.find(None)))
@@ -551,11 +551,11 @@ def test_the_error_of_the_check_names_the_settings_that_together_fit(driver, sev
     check_fits(compose_config([*command, *added], Library.find(None)))
 
 
-def test_the_error_of_the_check_names_the_gpu_that_a_run_needs(driver, seven_b, monkeypatch):
+def test_the_error_of_the_check_names_the_gpu_that_a_run_needs(driver, qwen_7b, monkeypatch):
     driver.write_text("0, GPU-a, 6000\n")
     monkeypatch.setattr("rlhf.planning.check.machine_memory", lambda: 128 << 30)
-    write_meta_weights(seven_b)
-    command = ["recipes=null", "data.train_files=x.jsonl", f"model.path={seven_b}", "trainer.device=cuda"]
+    write_meta_weights(qwen_7b)
+    command = ["recipes=null", "data.train_files=x.jsonl", f"model.path={qwen_7b}", "trainer.device=cuda"]
     with pytest.raises(UserError) as raised:
         check_fits(compose_config([*command, "trainer.nproc=1"], Library.find(None)))
     says(str(raised.value), "No settings make the run fit", "at least", "for each GPU")
@@ -571,7 +571,7 @@ def test_the_error_of_the_check_names_the_gpu_that_a_run_needs(driver, seven_b, 
         (("--nproc", "8"), "trainer.nproc=8"),
     ],
 )
-def test_words_for_options_that_other_commands_have(option, meant, capsys):
+def test_options_of_other_commands_get_a_hint(option, meant, capsys):
     assert main(["recipes=null", *option]) == EXIT_USER_ERROR
     says(capsys.readouterr().err, option[0], f"Did you mean {meant}?")
 
@@ -582,7 +582,7 @@ def test_a_damaged_config_file_is_to_be_corrected(tmp_path, capsys):
     says(capsys.readouterr().err, str(tmp_path), "config.json is not JSON", "Copy or fetch it again")
 
 
-def test_a_machine_without_gpu_is_warned_of(tmp_path, monkeypatch, caplog):
+def test_a_cpu_machine_with_too_little_memory_logs_a_warning(tmp_path, monkeypatch, caplog):
     config = small(tmp_path)
     check_fits(config)
     assert not caplog.records
@@ -596,7 +596,7 @@ def test_a_machine_without_gpu_is_warned_of(tmp_path, monkeypatch, caplog):
     assert not caplog.records
 
 
-def test_the_banner_has_a_line_of_it(tmp_path, monkeypatch):
+def test_the_banner_shows_the_planned_memory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = small(tmp_path)
     config.data.train_files = str(write_sums(tmp_path / "sums.jsonl"))
@@ -631,8 +631,8 @@ LONG = ("data.max_prompt_length=2048", "data.max_response_length=8192")
         ),
     ],
 )
-def test_one_command_that_fits(seven_b, capsys, settings, changes):
-    options = [f"model.path={seven_b}", *LONG, *settings]
+def test_the_suggested_changes_together_fit_and_none_is_superfluous(qwen_7b, capsys, settings, changes):
+    options = [f"model.path={qwen_7b}", *LONG, *settings]
     found = document(capsys, *options, code=DOES_NOT_FIT)["together"]
     assert (found["set"], found["fits"]) == (changes, True)
     fitting = document(capsys, *options, *changes)
@@ -643,8 +643,8 @@ def test_one_command_that_fits(seven_b, capsys, settings, changes):
     capsys.readouterr()
 
 
-def test_the_command_has_each_setting_once(seven_b, capsys):
-    typed = ["recipes=null", "data.train_files=x.jsonl", f"model.path={seven_b}", *LONG, "trainer.nproc=8"]
+def test_the_command_has_each_setting_once(qwen_7b, capsys):
+    typed = ["recipes=null", "data.train_files=x.jsonl", f"model.path={qwen_7b}", *LONG, "trainer.nproc=8"]
     off = "model.enable_gradient_checkpointing=false"
     assert main([*typed, off, "rollout=vllm", "--device-memory=80GB"]) == DOES_NOT_FIT
     _, _, command = capsys.readouterr().out.partition("python -m rlhf.train")
@@ -655,8 +655,8 @@ def test_the_command_has_each_setting_once(seven_b, capsys):
     ]
 
 
-def test_the_devices_that_a_run_needs_which_no_settings_make_fit(seven_b, capsys):
-    options = [f"model.path={seven_b}", *LONG, "trainer.nproc=4"]
+def test_the_plan_names_the_device_memory_that_would_be_enough(qwen_7b, capsys):
+    options = [f"model.path={qwen_7b}", *LONG, "trainer.nproc=4"]
     found = document(capsys, *options, "--device-memory=8GB", code=DOES_NOT_FIT)["together"]
     assert not found["fits"]
     enough = f"{found['device_memory'] // 2**30}GiB"
@@ -665,9 +665,9 @@ def test_the_devices_that_a_run_needs_which_no_settings_make_fit(seven_b, capsys
     document(capsys, *options, *found["set"], "--device-memory", less, code=DOES_NOT_FIT)
 
 
-def test_the_number_of_devices_that_a_run_needs(seven_b, capsys):
+def test_the_number_of_devices_that_a_run_needs(qwen_7b, capsys):
     # The rules allow no adapters if the reference has its own weights.
-    options = [f"model.path={seven_b}", *LONG, "ref.fsdp_config.param_offload=true", "--device-memory=24GB"]
+    options = [f"model.path={qwen_7b}", *LONG, "ref.fsdp_config.param_offload=true", "--device-memory=24GB"]
     found = document(capsys, *options, "trainer.nproc=2", code=DOES_NOT_FIT)["together"]
     assert found["ranks"]
     document(capsys, *options, *found["set"], f"trainer.nproc={found['ranks']}")

@@ -28,7 +28,7 @@ from rlhf.planning.model_shapes import HEAD, ROOT, ModelShapes, read_config, sha
 from rlhf.planning.remedies import changed_config
 from rlhf.planning.training_state import frozen_state, sharded, trained_state
 from rlhf.planning.zero_shares import ZeroShares
-from tests.support.fake_ranks import one_of
+from tests.support.fake_ranks import fake_process_group
 from tests.support.numeric_ranks import single_rank
 from tests.support.tiny_models import EXPERTS, causal_lm, tiny_config
 
@@ -78,7 +78,7 @@ def test_a_rank_holds_what_the_plan_says(name, tied, ranks, replicas):
     architecture = ModelShapes(shapes(model), model.config.to_dict())
     config = BackendConfig(dp_replicate=replicas)
     planned = trained_state(architecture, config, ranks)
-    with one_of(ranks):
+    with fake_process_group(ranks):
         options = {"grad_clip": 1.0, "total_optimizer_steps": 1}
         backend = Fsdp2Backend(model, config, torch.device("cpu"), Training(OptimConfig(), **options))
         loss = model(input_ids=torch.ones(1, 4, dtype=torch.int64), use_cache=False).logits.sum()
@@ -124,7 +124,7 @@ def test_replicas_need_the_memory_of_one_rank_and_a_bucket_of_gradients():
         ({"model.lora.enabled": True, "model.lora.base_dtype": "bfloat16"}, {}, 1),
     ],
 )
-def test_null_is_a_replica_per_rank_on_one_machines_cpus(settings, target, replicas):
+def test_dp_replicate_null_is_a_replica_per_rank_on_one_machine_of_cpus(settings, target, replicas):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("llama"))
     models = Models(ModelShapes(shapes(model), model.config.to_dict()))
@@ -134,7 +134,7 @@ def test_null_is_a_replica_per_rank_on_one_machines_cpus(settings, target, repli
     assert plan.replicas == replicas
 
 
-def test_null_is_a_replica_per_rank_only_with_twice_the_memory():
+def test_dp_replicate_null_needs_twice_the_planned_memory_for_replicas():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("llama"))
     models = Models(ModelShapes(shapes(model), model.config.to_dict()))
@@ -159,18 +159,18 @@ def test_one_rank_gathers_nothing_unless_passes_round_the_weights():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_frozen_model_holds_its_weights_alone(dtype):
+def test_a_frozen_model_has_no_gradients_or_optimizer_state(dtype):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("llama"))
     architecture = ModelShapes(shapes(model), model.config.to_dict())
     planned = frozen_state(architecture, BackendConfig(), dtype, 2)
     cast_parameters(model, getattr(torch, dtype))
-    with one_of(2):
+    with fake_process_group(2):
         assert local_bytes(shard(model, BackendConfig(), torch.device("cpu")).parameters()) == planned.weights
     assert planned.optimizer == planned.gradients == 0
 
 
-def test_modules_that_are_not_split_may_lie_in_each_other(monkeypatch):
+def test_nested_no_split_modules_are_sharded_correctly(monkeypatch):
     """Earlier, Mamba's mixer was sharded before the layer that contains it, and the first pass failed."""
     monkeypatch.setattr(fsdp2, "stays_plain", lambda *_: False)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 20, "state_size": 4}
@@ -185,7 +185,7 @@ def test_modules_that_are_not_split_may_lie_in_each_other(monkeypatch):
     assert units == {"", "backbone.layers.0", "backbone.layers.1"}
 
 
-def test_units_are_those_that_fsdp_gathers():
+def test_planned_units_equal_the_units_that_fsdp_gathers():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("qwen3"))
     units = {name: dict(weights) for name, weights in ModelShapes(shapes(model), {}).units.items()}
@@ -197,7 +197,7 @@ def test_units_are_those_that_fsdp_gathers():
     }
 
 
-def test_zero_spreads_more_with_each_stage():
+def test_each_zero_stage_shards_more_state():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("llama"))
     architecture, count = (
@@ -242,7 +242,7 @@ def test_a_tied_head_that_the_files_have_as_well_counts_once(tmp_path: Path):
 @pytest.mark.parametrize(
     ("given", "inner"), [([9, 11, 9], 11), ([], 28), ("wide", 28), ({"a": 1}, 28), (math.inf, 28), (-3, 28), (12, 12)]
 )
-def test_a_size_may_be_a_list_and_what_is_none_is_left_out(tmp_path: Path, given: Any, inner: int):
+def test_sizes_in_a_config_may_be_lists_and_invalid_sizes_are_ignored(tmp_path: Path, given: Any, inner: int):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "a", "hidden_size": 7, "intermediate_size": given}))
     header = b'{"x.layers.0.w": {"shape": [2, 7]}, "e": {"shape": [5, 7]}}'
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
@@ -251,7 +251,7 @@ def test_a_size_may_be_a_list_and_what_is_none_is_left_out(tmp_path: Path, given
     assert found.inner == inner
 
 
-def test_a_config_that_is_nested_without_end_is_none(tmp_path: Path):
+def test_a_too_deeply_nested_config_is_rejected(tmp_path: Path):
     (tmp_path / "config.json").write_text("[" * 100_000)
     assert read_config(tmp_path) is None
     with pytest.raises(UserError, match=r"config\.json is not JSON: maximum recursion depth"):

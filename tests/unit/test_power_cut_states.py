@@ -53,7 +53,7 @@ def work(root: Path) -> None:
     assert exchange(root / "one", root / "two")
 
 
-def test_a_record_leads_to_what_is_there(tmp_path):
+def test_replaying_a_record_gives_the_files_on_disk(tmp_path):
     with recording(tmp_path) as recorder:
         work(tmp_path)
     assert not recorder.missed
@@ -67,7 +67,7 @@ def test_a_record_leads_to_what_is_there(tmp_path):
     assert os.fsync.__module__ == "posix"  # nothing stays replaced
 
 
-def test_what_goes_past_the_recorder_is_noticed(tmp_path):
+def test_file_operations_that_the_recorder_misses_are_noticed(tmp_path):
     with recording(tmp_path) as recorder:
         (tmp_path / "link").symlink_to("x")
         shutil.copyfile(__file__, tmp_path / "copy")
@@ -77,7 +77,7 @@ def test_what_goes_past_the_recorder_is_noticed(tmp_path):
     assert tree["copy"] != (tmp_path / "copy").read_bytes()
 
 
-def test_the_call_of_a_sync_is_known(tmp_path):
+def test_a_recorded_sync_has_its_call_sites(tmp_path):
     with recording(tmp_path) as recorder:
         replace_durably(tmp_path / "c", "new")
     syncs = [op for op in recorder.ops if op.kind.startswith("sync")]
@@ -133,7 +133,7 @@ def test_a_rename_to_another_directory_happens_in_both():
         }
 
 
-def test_what_lies_in_a_directory_goes_with_its_name():
+def test_a_directory_without_a_durable_name_loses_its_files():
     ops = (Op("mkdir", "d"), Op("create", "d/t"), Op("sync", "d/t"), Op("sync_dir", "d"))
     assert {frozenset(tree) for tree in all_states(disk_after(*ops))} == {frozenset(), frozenset({"d", "d/t"})}
 
@@ -153,7 +153,7 @@ def test_blocks_are_lost_one_by_one():
     assert len(seen) == 8
 
 
-def test_another_machine_keeps_all():
+def test_files_on_another_machine_survive_the_power_cut():
     disk = Disk(["far"])
     for op in (Op("mkdir", "far"), Op("create", "far/t"), Op("write", "far/t", data=b"x"), Op("mkdir", "near")):
         disk.apply(op)

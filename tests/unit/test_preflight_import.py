@@ -51,7 +51,7 @@ def as_reward(name: str):
 
 
 @pytest.mark.parametrize("trial", [as_estimator, as_reward])
-def test_a_good_file_passes_and_says_nothing(folder, trial, capfd):
+def test_a_valid_file_passes_without_output(folder, trial, capfd):
     with trial("good.py"):
         pass
     assert capfd.readouterr() == ("", "")
@@ -59,7 +59,7 @@ def test_a_good_file_passes_and_says_nothing(folder, trial, capfd):
 
 @pytest.mark.parametrize("trial", [as_estimator, as_reward])
 @pytest.mark.parametrize("name", REASONS)
-def test_what_an_import_raises_is_told_after_the_body(folder, trial, name):
+def test_an_import_error_is_raised_after_the_body(folder, trial, name):
     done = False
     with pytest.raises(UserError) as raised, trial(name):
         done = True
@@ -69,7 +69,7 @@ def test_what_an_import_raises_is_told_after_the_body(folder, trial, name):
 
 
 @pytest.mark.parametrize("trial", [as_estimator, as_reward])
-def test_a_file_that_ends_its_process_is_told_with_its_last_words(folder, trial):
+def test_a_file_that_exits_is_reported_with_its_last_output(folder, trial):
     words = r"(?s)leaves\.py:f: .*(exit code|exit status) 7.*Correct the file\.\nlast words"
     with pytest.raises(UserError, match=words), trial("leaves.py"):
         pass
@@ -81,7 +81,7 @@ def children() -> set[int]:
 
 
 @pytest.mark.parametrize("trial", [as_estimator, as_reward])
-def test_an_error_of_the_body_waits_for_no_import(folder, trial):
+def test_an_error_in_the_body_does_not_wait_for_the_import(folder, trial):
     start, before = time.monotonic(), children()
     with pytest.raises(ValueError, match="of the body"), trial("waits.py"):
         raise ValueError("of the body")
@@ -89,7 +89,7 @@ def test_an_error_of_the_body_waits_for_no_import(folder, trial):
     assert children() <= before
 
 
-def test_a_long_import_is_left_to_the_ranks_and_a_rewards_is_refused(folder, monkeypatch):
+def test_a_slow_import_is_left_to_the_ranks_but_a_slow_reward_file_is_rejected(folder, monkeypatch):
     monkeypatch.setattr(module, "DEADLINE_S", 0.2)
     with as_estimator("waits.py"):
         pass
@@ -99,14 +99,14 @@ def test_a_long_import_is_left_to_the_ranks_and_a_rewards_is_refused(folder, mon
         pass
 
 
-def test_nothing_of_the_users_starts_nothing():
+def test_no_process_starts_without_user_files():
     ours = RewardConfig(functions=["exact_match"])
     before = children()
     with preflight_import([]), preflight_start(ours), preflight_start(None):
         assert children() <= before
 
 
-def test_what_a_file_has_left_behind_holds_nothing_up(folder):
+def test_a_process_left_by_a_user_file_does_not_block_the_preflight(folder):
     start = time.monotonic()
     with pytest.raises(UserError, match="on import"), as_estimator("starts.py"):
         pass
@@ -115,7 +115,7 @@ def test_what_a_file_has_left_behind_holds_nothing_up(folder):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends it")
-def test_an_import_ends_with_the_process_that_wanted_it(folder):
+def test_the_import_process_ends_with_its_parent(folder):
     body = "open(f'/proc/self/task/{os.getpid()}/children').read()"
     code = (
         "import os, time; from rlhf.launch.preflight_import import preflight_import\n"

@@ -14,7 +14,7 @@ def send_counts(sender: Any) -> None:
     sender.send((gc.get_freeze_count(), len(gc.get_objects()), "torch" in sys.modules))
 
 
-def test_what_it_has_imported_is_no_matter_of_a_ranks_garbage_collector():
+def test_imports_of_the_fork_server_are_frozen_for_garbage_collection():
     """Each rank runs several collections. Each would take a quarter of a second if it visited the imports."""
     receiver, sender = forkserver.Pipe(duplex=False)
     process = forkserver.Process(target=send_counts, args=(sender,))
@@ -30,7 +30,7 @@ def send_what_is_made(sender: Any) -> None:
     sender.send((conversion_mapping._checkpoint_conversion_mapping_cache is not None, schema.cache_info().currsize))
 
 
-def test_what_ranks_have_in_common_is_made_before_they_are_forked():
+def test_shared_tables_are_built_before_ranks_are_forked():
     """Making transformers' mappings of weights and the schema is a sixth of a rank's work before its first step."""
     receiver, sender = forkserver.Pipe(duplex=False)
     process = forkserver.Process(target=send_what_is_made, args=(sender,))

@@ -49,7 +49,7 @@ class Counting:
 
 
 @pytest.fixture(autouse=True)
-def every_set_is_large_and_settled(monkeypatch):
+def cache_every_prompt_set(monkeypatch):
     monkeypatch.setattr(cached_prompts, "LARGE", 1)
     monkeypatch.setattr(cached_prompts, "SETTLED_NS", 0)
 
@@ -125,7 +125,7 @@ def test_cached_prompts_are_those_in_memory(tmp_path, cache, overlong, caplog, m
     assert streams[0].next(4300) == streams[1].next(4300) == streams[2].next(4300)
 
 
-def test_what_takes_long_is_told_before_it_is_done(tmp_path, cache, caplog):
+def test_tokenizing_is_logged_before_it_begins(tmp_path, cache, caplog):
     file = numbered(tmp_path / "rows.jsonl", 2000)
     with caplog.at_level(logging.INFO, logger="rlhf"):
         build(file, cache)
@@ -154,7 +154,7 @@ def test_a_later_start_neither_tokenises_nor_reads_the_rows(tmp_path, cache):
     assert peak < size / 4
 
 
-def test_what_prompts_follow_from_is_in_the_key(tmp_path, cache):
+def test_every_input_of_the_prompts_is_in_the_cache_key(tmp_path, cache):
     path = tmp_path / "rows.jsonl"
     file = numbered(path, 100)
     other = numbered(tmp_path / "other.jsonl", 100)
@@ -188,7 +188,7 @@ def test_a_changed_file_is_seen_though_its_size_and_time_are_the_same(tmp_path, 
     assert changed[99].messages[0]["content"] == "98 + 2"
 
 
-def test_the_hash_of_a_file_that_changed_just_now_is_not_remembered(tmp_path, cache, monkeypatch):
+def test_the_hash_of_a_recently_changed_file_is_not_cached(tmp_path, cache, monkeypatch):
     monkeypatch.undo()
     path = Path(numbered(tmp_path / "rows.jsonl", 100))
     found = cached_prompts.file_hash(path, cache)
@@ -211,7 +211,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, cache):
     assert sets(cache) == []
 
 
-def test_only_a_template_that_prints_the_day_has_a_set_for_each_day(tmp_path, cache):
+def test_only_a_template_that_prints_the_date_has_an_entry_per_day(tmp_path, cache):
     data = DataConfig(train_files=numbered(tmp_path / "rows.jsonl", 100), cache_dir=str(cache))
     days = [DAY, DAY + datetime.timedelta(days=1)]
     for template, count in ((TEMPLATE, 1), (TEMPLATE + "{{ strftime_now('%d') }}", 3)):
@@ -237,7 +237,7 @@ def in_children(count: int, action: Callable[[], None]) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
-def test_a_killed_build_leaves_nothing_that_is_believed(tmp_path, cache):
+def test_a_killed_build_leaves_no_usable_entry(tmp_path, cache):
     file = numbered(tmp_path / "rows.jsonl", 5000)
 
     def die(call: int) -> None:
@@ -253,7 +253,7 @@ def test_a_killed_build_leaves_nothing_that_is_believed(tmp_path, cache):
     assert not made.startswith(".")
 
 
-def test_processes_that_start_together_make_it_once(tmp_path, cache):
+def test_concurrent_processes_build_an_entry_once(tmp_path, cache):
     file = numbered(tmp_path / "rows.jsonl", 4000)
     calls = tmp_path / "calls"
 
@@ -270,7 +270,7 @@ def test_processes_that_start_together_make_it_once(tmp_path, cache):
     assert len(sets(cache)) == 1
 
 
-def test_another_goes_on_when_the_one_who_makes_it_is_killed(tmp_path, cache):
+def test_another_process_builds_the_entry_if_its_builder_is_killed(tmp_path, cache):
     file = numbered(tmp_path / "rows.jsonl", 3000)
     killed = tmp_path / "killed"
 
@@ -283,7 +283,7 @@ def test_another_goes_on_when_the_one_who_makes_it_is_killed(tmp_path, cache):
     assert len(build(file, cache, Counting(lambda _: pytest.fail("it is there")))) == 3000
 
 
-def test_one_who_makes_nothing_is_not_waited_for_for_ever(tmp_path, cache, monkeypatch):
+def test_waiting_for_a_stalled_builder_ends_with_an_error(tmp_path, cache, monkeypatch):
     file = numbered(tmp_path / "rows.jsonl", 100)
     monkeypatch.setattr(prompt_cache, "STALLED_S", 0.3)
     rejected = []
@@ -318,7 +318,7 @@ def test_leftovers_that_cannot_be_removed_stop_nobody(tmp_path, cache):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="root becomes another user here, who may not read all")
-def test_a_set_of_another_users_is_one_message():
+def test_an_entry_of_another_user_is_one_message():
     with tempfile.TemporaryDirectory() as folder:  # other users may not enter pytest's folders
         Path(folder).chmod(0o755)
         (Path(folder) / "key").mkdir(mode=0)
@@ -340,7 +340,7 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path):
         assert sets(disk / "cache") == []
 
 
-def test_a_read_only_disk_gives_what_it_has(tmp_path):
+def test_a_cache_on_a_read_only_disk_is_read_but_not_extended(tmp_path):
     file, other = numbered(tmp_path / "rows.jsonl", 100), numbered(tmp_path / "other.jsonl", 100)
     with small_disk(tmp_path / "disk", 1) as disk:
         first = build(file, disk / "cache")
@@ -355,7 +355,7 @@ def test_a_read_only_disk_gives_what_it_has(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["prompts.arrow", "about.json"])
-def test_a_torn_file_is_made_again(tmp_path, cache, name, caplog):
+def test_a_truncated_cache_file_is_rebuilt(tmp_path, cache, name, caplog):
     file = numbered(tmp_path / "rows.jsonl", 100)
     first = build(file, cache)
     (entry,) = sets(cache)
@@ -412,7 +412,7 @@ def test_a_tokenizer_that_is_loaded_again_has_the_same_identity():
     assert cached_prompts.tokenizer_identity(first, DAY) == cached_prompts.tokenizer_identity(second, DAY)
 
 
-def test_the_library_of_data_sets_reads_the_file(tmp_path, cache):
+def test_the_datasets_library_reads_the_cache_file(tmp_path, cache):
     prompts = build(numbered(tmp_path / "rows.jsonl", 1500), cache)
     (entry,) = sets(cache)
     table = datasets.Dataset.from_file(str(cache / entry / "prompts.arrow"))

@@ -1,4 +1,4 @@
-"""Verb `prune`: what retention would remove from a run at rest, and what kills have left there."""
+"""Verb `prune`: removes from a stopped run what retention would remove, and leftovers of kills."""
 
 import json
 import os
@@ -102,7 +102,7 @@ def test_an_output_that_a_kill_left_without_a_name_stays(run_dir, there, command
     assert replaced.exists() != there
 
 
-def test_it_removes_what_the_trainers_retention_would(run_dir, tmp_path, command):
+def test_prune_removes_the_same_checkpoints_as_the_trainer(run_dir, tmp_path, command):
     settings = CheckpointConfig(max_to_keep=2, keep_every=4, keep_best=1)
     other = shutil.copytree(run_dir, tmp_path / "other")
     deleter = Deleter()
@@ -131,7 +131,7 @@ def test_without_yes_it_only_shows(run_dir, command, option):
     assert "--yes removes" in out
 
 
-def test_given_rules_take_the_place_of_stored_ones(run_dir, command):
+def test_rules_on_the_command_line_override_the_stored_rules(run_dir, command):
     document = json.loads(command("prune", run_dir, "--keep-every", "null", "--max-to-keep", "1", "--json")[1])
     (run,) = document["runs"]
     assert run["rules"] == {"max_to_keep": 1, "keep_every": None, "keep_best": 1, "best_metric": None}
@@ -176,7 +176,7 @@ def test_a_flipped_bit_is_seen_before_anything_goes(run_dir, command):
     assert (done["newest_whole"], done["kept"]) == (7, [7, 8])
 
 
-def test_where_nothing_is_whole_nothing_goes(run_dir, command):
+def test_nothing_is_removed_if_no_checkpoint_is_intact(run_dir, command):
     leave(run_dir)
     (run_dir / "global_step_11.damaged-1").mkdir()
     for step in range(1, 9):
@@ -187,7 +187,7 @@ def test_where_nothing_is_whole_nothing_goes(run_dir, command):
     assert {name: raw for name, raw in everything(run_dir).items() if not name.endswith(".lock")} == before
 
 
-def test_leftovers_go_and_what_is_set_aside_when_asked(run_dir, command):
+def test_leftovers_are_removed_and_set_aside_folders_only_on_request(run_dir, command):
     leave(run_dir)
     aside = [f"global_step_{n}" for n in ("11.damaged-1", "12.superseded-1", "13.incomplete-2")]
     for name in aside:
@@ -221,7 +221,7 @@ def test_a_reference_that_others_share_stays_and_is_not_counted(tmp_path, comman
     assert verify(step_dir(config.run_dir, 2)).linked == {"ref/model": "global_step_1"}
 
 
-def test_shared_files_count_once_all_of_them_go(run_dir):
+def test_a_hard_linked_file_counts_as_freed_with_its_last_link(run_dir):
     (run_dir / "a").mkdir()
     (run_dir / "b").mkdir()
     (run_dir / "a/x").write_bytes(b"x" * 1000)
@@ -246,7 +246,7 @@ def test_the_pointer_is_never_wrong(run_dir, command):
     assert (run_dir / POINTER).read_text() == "8\n"
 
 
-def test_it_waits_for_no_living_run(run_dir, command, monkeypatch):
+def test_prune_of_a_running_run_is_an_error(run_dir, command, monkeypatch):
     monkeypatch.setattr(pruning, "RANKS_S", 0.1)
     with run_lock(run_dir):
         code, _, err = command("prune", run_dir, "--yes")
@@ -282,7 +282,7 @@ def test_each_run_of_a_tree_is_pruned_by_its_own_rules(run_dir, tmp_path, comman
     assert f"Another run is writing into {third}" in out
 
 
-def test_several_disks_are_left_to_the_trainer(tmp_path):
+def test_prune_rejects_a_checkpoint_on_several_disks(tmp_path):
     run_thread_ranks(2, _publish_on_two, tmp_path)
     with pytest.raises(UserError, match="removes a step from all disks"):
         pruning.plan_pruning(tmp_path / "disk0", CheckpointConfig(max_to_keep=1), set_aside=False, verify=verify)

@@ -10,17 +10,17 @@ import pytest
 from rlhf.checkpoint.remote import download
 from rlhf.errors import UserError
 from rlhf.storage.layout import scan, step_dir
-from tests.support.remotes import WEATHER, assert_same_files, copy_all, make_run, on_empty_disk
+from tests.support.remotes import FAULTS, assert_same_files, copy_all, make_run, on_empty_disk
 from tests.support.sections import remote_store, restore
 from tests.support.thread_ranks import make_coordinator, run_thread_ranks, this_rank
 from tests.support.verified import verify
 
 
 @pytest.fixture(autouse=True)
-def weather():
-    WEATHER.__init__()
-    yield WEATHER
-    WEATHER.__init__()
+def reset_faults():
+    FAULTS.__init__()
+    yield FAULTS
+    FAULTS.__init__()
 
 
 @pytest.fixture
@@ -67,14 +67,14 @@ def test_ranks_share_the_files_and_no_deadline_is_for_all_of_them(tmp_path, conf
         if call == "open rb" and "/rng/" in path:
             time.sleep(4.0)
 
-    WEATHER.before = slowly
+    FAULTS.before = slowly
     assert run_thread_ranks(3, start, other, 2.5) == [4] * 3
     assert_same_files(step_dir(config.run_dir, 4), step_dir(other.run_dir, 4))
     files = [FETCHED[rank] - {"manifest.json"} for rank in range(3)]
     assert all(len(names) >= 2 for names in files)
 
 
-def test_a_rank_that_cannot_reach_the_remote_leaves_its_part_to_others(tmp_path, config, monkeypatch):
+def test_other_ranks_download_the_part_of_a_rank_without_access(tmp_path, config, monkeypatch):
     other = on_empty_disk(config, tmp_path / "b")
     monkeypatch.setattr(download, "CHECK_S", 0.2)
 
@@ -83,14 +83,14 @@ def test_a_rank_that_cannot_reach_the_remote_leaves_its_part_to_others(tmp_path,
         if this_rank() == 1:
             raise PermissionError("no credentials")
 
-    WEATHER.before = fail
+    FAULTS.before = fail
     assert run_thread_ranks(3, start, other, 60.0) == [4] * 3
     assert FETCHED[1] == {"manifest.json"}
     verify(step_dir(other.run_dir, 4))
 
 
 @pytest.mark.parametrize("what", ["damage", "silence"])
-def test_what_one_rank_meets_is_told_to_all(tmp_path, config, monkeypatch, what):
+def test_damage_or_silence_seen_by_one_rank_reaches_all_ranks(tmp_path, config, monkeypatch, what):
     monkeypatch.setattr(download, "DOWNLOAD_S", 0.5)
     other = on_empty_disk(config, tmp_path / "b")
     if what == "damage":
@@ -104,7 +104,7 @@ def test_what_one_rank_meets_is_told_to_all(tmp_path, config, monkeypatch, what)
             if this_rank() == 2 and path.endswith(".safetensors"):
                 raise ConnectionError("no route to host")
 
-        WEATHER.before = silent
+        FAULTS.before = silent
         messages = set(run_thread_ranks(3, start, other, 60.0))
         assert len(messages) == 1
         assert "cannot be read, but may have checkpoints of this run" in messages.pop()

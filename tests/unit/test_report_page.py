@@ -101,12 +101,12 @@ def test_the_timeline_has_crashes_kills_and_resumes_with_causes(tmp_path):
     assert page.count('class="mark crash"') == 2
 
 
-def test_a_start_after_an_end_is_no_kill():
+def test_a_start_after_a_recorded_end_is_not_a_kill():
     events = [RunEvent(1.0, "started"), RunEvent(2.0, "stopped"), RunEvent(3.0, "started"), RunEvent(4.0, "finished")]
     assert with_kills(events) == events
 
 
-def test_several_runs_lie_over_each_other(tmp_path):
+def test_several_runs_are_drawn_in_the_same_plots(tmp_path):
     runs = [run_folder(tmp_path / name / "a", 20, samples=True) for name in ("x", "y")]
     page = page_of(runs)
     assert run_names(runs) == ["x/a", "y/a"]
@@ -160,7 +160,7 @@ def test_the_running_mean_of_a_long_run_is_of_all_its_steps(tmp_path):
     assert means == pytest.approx([0.1] * len(means), abs=0.01), "one step in ten has the reward 1"
 
 
-def test_a_page_has_names_that_utf_8_lacks(tmp_path, capsys):
+def test_metric_names_with_lone_surrogates_are_written(tmp_path, capsys):
     run = run_folder(tmp_path / "a", 0)
     values = {"step": 1, "val/accuracy": 0.5, "val-core/sums\ud800/acc/mean@1": 0.5, "val-core/b/acc/mean@1": 0.5}
     (run / HISTORY).write_text(json.dumps(values) + "\n")
@@ -214,7 +214,7 @@ def test_a_page_that_fails_costs_a_line_at_the_end_of_a_run(tmp_path, caplog):
     says(caplog.text, "report.html is not written", "step_5.jsonl", "python -m rlhf.report")
 
 
-def test_the_deadline_ends_a_page(tmp_path):
+def test_a_page_that_exceeds_its_deadline_raises_timeout_error(tmp_path):
     with pytest.raises(TimeoutError):
         Deadline(0.0).check()
     with pytest.raises(TimeoutError):

@@ -39,7 +39,7 @@ def test_crash_loop_at_one_step_ends_the_run():
     assert "at step 4: 3 (trainer.max_failures_per_step=3)" in end.reason
 
 
-def test_a_crash_elsewhere_breaks_the_row():
+def test_a_crash_at_another_step_resets_the_count_of_a_crash_loop():
     p = policy(max_restarts=100)
     assert all(isinstance(p.crashed(step), Restart) for step in (4, 4, 3, 4, 4))
     assert isinstance(p.crashed(4), GiveUp)
@@ -58,7 +58,7 @@ def test_no_restarts_allowed():
     assert isinstance(policy(max_restarts=0).crashed(1), GiveUp)
 
 
-def test_backoff_of_a_long_row_does_not_overflow():
+def test_backoff_of_thousands_of_crashes_does_not_overflow():
     p = policy(max_restarts=5000, max_failures_per_step=5000)
     assert [p.crashed(1) for _ in range(2000)][-1] == Restart(2000, 5.0)
 

@@ -96,7 +96,7 @@ def test_one_wait_for_all_threads_that_fail_together(waits, monkeypatch):
     assert waits() == [(1, 3600.0)]
 
 
-def test_hurry_ends_a_wait(monkeypatch):
+def test_hurry_ends_the_wait_before_a_retry(monkeypatch):
     monkeypatch.setattr(retries, "FIRST_WAIT_S", 3600.0)
     monkeypatch.setattr(retries, "LONGEST_WAIT_S", 3600.0)
     there, results = Retries("there", stalled_s=DEADLINE_S), []
@@ -109,7 +109,7 @@ def test_hurry_ends_a_wait(monkeypatch):
     assert results == ["done"]
 
 
-def test_what_is_final_is_raised_at_once(waits):
+def test_a_final_error_is_raised_without_a_retry(waits):
     there = Retries("there", stalled_s=DEADLINE_S)
     with pytest.raises(ConnectionError):
         there.call("a", failing(1), final=(OSError,))
@@ -128,7 +128,7 @@ def test_giving_up_after_so_long_without_a_success(clock):
 
 
 @pytest.mark.parametrize("moves", [False, True])
-def test_a_call_that_hangs_has_failed_and_one_that_moves_has_not(moves, clock):
+def test_a_stalled_call_fails_and_a_progressing_call_does_not(moves, clock):
     there, release = Retries("there", stalled_s=1.0), threading.Event()
     calls = []
 
@@ -193,7 +193,7 @@ def test_a_call_is_given_up_when_it_comes_no_further(clock):
     assert len(tries) == 2
 
 
-def test_others_that_end_do_not_keep_a_call_that_always_fails(monkeypatch):
+def test_successes_of_other_calls_do_not_keep_a_failing_call_alive(monkeypatch):
     there, given_up = Retries("there", stalled_s=DEADLINE_S, give_up_s=0.3), threading.Event()
 
     def others() -> None:

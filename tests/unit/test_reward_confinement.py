@@ -86,7 +86,7 @@ def namespaces_allowed() -> bool:
     return subprocess.run(["unshare", *user.split(), "-p", "-m", "true"], capture_output=True).returncode == 0
 
 
-def test_only_named_variables_of_the_trainer_arrive(probe_of, monkeypatch):
+def test_only_variables_in_pass_env_reach_a_reward_process(probe_of, monkeypatch):
     monkeypatch.setenv("API_TOKEN", SECRET)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     look = "out['token'] = 'API_TOKEN' in os.environ or b'API_TOKEN' in open('/proc/self/environ', 'rb').read()\n"
@@ -154,7 +154,7 @@ def test_sizes_and_cpu_time_are_limited(shared):
     assert shared(code).extra == {"size": 1.0, "cpu": 1.0, "core": 0.0, "open": 1.0}
 
 
-def test_memory_is_limited_and_the_next_sample_has_it_all(shared, probe_of):
+def test_the_memory_limit_applies_to_each_sample_separately(shared, probe_of):
     greedy, after = shared("x = bytearray(100 << 30)"), shared("x = bytearray(1 << 20)")
     assert (greedy.score, greedy.failures, greedy.timeouts) == (-1.0, 1, 0)
     assert (after.score, after.failures) == (1.0, 0)
@@ -164,7 +164,7 @@ def test_memory_is_limited_and_the_next_sample_has_it_all(shared, probe_of):
     assert probe_of(memory_gb=None)(look).extra == {"limit": -1.0}
 
 
-def test_the_kernel_takes_them_first_when_memory_runs_out(shared):
+def test_the_kernel_kills_reward_processes_first_when_memory_runs_out(shared):
     assert shared("out['adj'] = int(open('/proc/self/oom_score_adj').read())").extra == {"adj": 1000.0}
 
 
@@ -186,7 +186,7 @@ def test_nothing_outside_its_own_folder_is_written(shared, probe_of, tmp_path):
     assert (written.failures, (folder / "log").read_text()) == (0, "x")
 
 
-def test_its_own_folder_takes_files_and_is_gone_with_it(probe_of, tmp_path, monkeypatch):
+def test_a_reward_process_has_a_temporary_folder_that_is_removed_with_it(probe_of, tmp_path, monkeypatch):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -201,7 +201,7 @@ def test_its_own_folder_takes_files_and_is_gone_with_it(probe_of, tmp_path, monk
     assert not list(temporary.iterdir())
 
 
-def test_what_functions_do_still_works(shared, tmp_path):
+def test_files_subprocesses_and_queues_work_in_a_reward_process(shared, tmp_path):
     (tmp_path / "data.json").write_text("[1, 2]")
     code = f"import json, multiprocessing, subprocess\nout['read'] = len(json.load(open('{tmp_path}/data.json')))\n"
     code += "queue = multiprocessing.get_context('fork').Queue()\n"
@@ -225,7 +225,7 @@ def test_what_functions_do_still_works(shared, tmp_path):
         ("open('/of/nobody')", False),
     ],
 )
-def test_a_function_that_needs_more_is_told_how_to_get_it(probe_of, monkeypatch, code, names_setting):
+def test_a_denied_permission_names_the_setting_that_grants_it(probe_of, monkeypatch, code, names_setting):
     monkeypatch.setenv("MY_API_KEY", SECRET)
     with pytest.raises(UserError) as raised:
         probe_of(on_error="stop")(code)
@@ -254,7 +254,7 @@ def test_a_file_that_was_edited_is_not_run_by_a_process_that_starts_again(tmp_pa
             reward.score([RewardItem("src", "0", "gold", {}, [])])
 
 
-def test_what_leaves_its_session_ends_with_the_sample(probe_of):
+def test_processes_that_leave_the_session_end_with_the_sample(probe_of):
     if not namespaces_allowed():
         pytest.skip("this machine has no namespaces for its user")
     seconds = f"{os.getpid()}.5"
@@ -308,7 +308,7 @@ def test_a_forged_answer_costs_the_sample_not_the_run(shared, answer):
 
 
 @pytest.mark.parametrize("numbered", [False, True])
-def test_an_answer_that_nobody_asked_for_is_not_the_next_samples(shared, numbered):
+def test_a_forged_answer_is_not_the_score_of_the_next_sample(shared, numbered):
     """With `numbered`, a forged answer is accepted, and the real one arrives after the next question was asked."""
     code = "import json, sys\nframe = sys._getframe()\nwhile 'request' not in frame.f_locals: frame = frame.f_back\n"
     code += "entry = {'score': 7.0, 'extra': {}, 'notes': {}, 'timed_out': False, 'failed': False}\n"
@@ -320,7 +320,7 @@ def test_an_answer_that_nobody_asked_for_is_not_the_next_samples(shared, numbere
     assert [shared(f"out['score'] = {score}").score for score in (0.25, 0.5)] == [0.25, 0.5]
 
 
-def test_output_without_end_does_not_put_off_the_deadline(tmp_path):
+def test_endless_output_does_not_delay_the_timeout(tmp_path):
     process = ScoringProcess("silent", RewardConfig())
     process._popen = popen = subprocess.Popen(["sleep", "60"], stdin=-1, stdout=-1, start_new_session=True)
     process._stdin, process._stdout = popen.stdin, popen.stdout
@@ -341,7 +341,7 @@ def test_output_is_passed_on_and_bounded(shared, capsys):
     assert "again" in capsys.readouterr().err
 
 
-def test_last_words_are_shown(probe_of, capsys):
+def test_the_last_output_of_a_reward_process_is_shown(probe_of, capsys):
     assert probe_of()("os.write(2, b'famous'); os._exit(1)").failures == 1
     assert "famous" in capsys.readouterr().err
 
@@ -387,7 +387,7 @@ def without_namespaces(tmp_path):
         yield run
 
 
-def test_what_the_machine_lacks_is_told_once_and_the_rest_holds(without_namespaces):
+def test_missing_kernel_features_are_logged_once_and_other_limits_apply(without_namespaces):
     ended = without_namespaces("close")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split() == ["2", "0"]
@@ -395,7 +395,7 @@ def test_what_the_machine_lacks_is_told_once_and_the_rest_holds(without_namespac
     assert "namespaces ([Errno 1] Operation not permitted)" in ended.stderr
 
 
-def test_folders_of_a_killed_trainer_go_with_the_next_start(without_namespaces, tmp_path):
+def test_folders_of_a_killed_trainer_are_removed_by_the_next_start(without_namespaces, tmp_path):
     killed = without_namespaces("kill")
     assert (killed.returncode, killed.stdout.split()) == (-signal.SIGKILL, ["2"]), killed.stderr
     wait_until_gone(f"{tmp_path}/probe.py")

@@ -241,7 +241,7 @@ def test_async_functions_of_verl_run_at_once_and_each_sample_has_its_time(scored
     assert "response='slow'" in timed_out.example
 
 
-def test_one_of_several_that_run_at_once_may_fail(scored):
+def test_one_of_several_concurrent_calls_may_fail(scored):
     results = scored("verl.py:judged", of_prompt(0, "a", "bad", "bc"), on_error="score", failed_score=-1.0)
     assert [(result.score, result.failures) for result in results] == [(1.0, 0), (-1.0, 1), (2.0, 0)]
     with pytest.raises(UserError, match=r"(?s)response='bad'.*a needle of a traceback"):
@@ -258,7 +258,7 @@ def test_functions_of_trls_documentation_run_as_they_are(scored):
     assert scores(scored("trl.py:format_reward_func", chats)) == [1.0, 0.0]
 
 
-def test_a_column_of_trls_wins_over_the_reference_and_what_is_logged_is_kept(scored):
+def test_a_trl_column_overrides_the_reference_and_logged_values_are_kept(scored):
     items = of_prompt(0, r"\boxed{2}", "7", truth="other", ground_truth="2")
     right, wrong = scored("trl.py:reward_func", items)
     notes = {"golden_answer": "2", "extracted_answer": "2"}
@@ -268,7 +268,7 @@ def test_a_column_of_trls_wins_over_the_reference_and_what_is_logged_is_kept(sco
     assert scores(scored("trl.py:reward_func", without_column)) == [1.0]
 
 
-def test_none_is_no_score(scored):
+def test_a_function_that_returns_none_gives_no_score(scored):
     items = [*of_prompt(0, "x", "y", prompt="x", task="math"), *of_prompt(1, "x", prompt="x", task="code")]
     functions = "trl.py:math_reward_func trl.py:coding_reward_func"
     results = scored(functions, items, weights=[1.0, 2.0])
@@ -325,7 +325,7 @@ def test_notes_are_json_of_bounded_length(scored):
     assert RewardResult(**json.loads(json.dumps(dataclasses.asdict(result)))) == result
 
 
-def test_openrlhfs_signature_is_told_what_to_take(tmp_path):
+def test_openrlhfs_signature_is_rejected_with_the_parameters_to_use(tmp_path):
     (tmp_path / "remote.py").write_text("def reward_func(queries, prompts, labels): ...\n")
     with pytest.raises(
         UserError, match=r"has OpenRLHF's parameters .*Take completions for the responses, and the data"

@@ -20,7 +20,7 @@ def check(file, *functions: str, model: str | None = None, **settings) -> None:
     check_reward(RewardConfig(functions=full, **settings), RewardModelConfig(path=model))
 
 
-def test_what_is_right_passes(file):
+def test_valid_reward_settings_are_accepted(file):
     check(file, "reasoning_gym")
     check(file, "math_verify", "exact_match", "FILE:score", "FILE:other", weights=[1.0, 0.0, -0.5, 2.0])
     check(file, "reward_model", "FILE:score", model="org/name")
@@ -56,7 +56,7 @@ def test_what_is_right_passes(file):
         (["exact_match", "FILE:score"], {"weights": [0.0, 0.0]}, "every reward would be 0"),
     ],
 )
-def test_what_is_wrong_is_refused(file, functions, settings, message):
+def test_invalid_reward_settings_are_rejected(file, functions, settings, message):
     with pytest.raises(UserError, match=message) as caught:
         check(file, *functions, **settings)
     assert str(caught.value).startswith("reward.weights" if "weights" in settings else "reward.functions")

@@ -1,4 +1,4 @@
-"""Several functions at once, in real processes: weights, order, and every way to fail under every policy."""
+"""Several reward functions in real processes: weights, order, and every failure under every `reward.on_error`."""
 
 import dataclasses
 import logging
@@ -123,7 +123,7 @@ def test_the_first_function_decides_what_is_correct(reward_of):
     assert list(results[0].terms) == ["length", "exact_match"]
 
 
-def test_order_is_kept_whoever_is_slow(reward_of):
+def test_results_keep_the_order_of_samples_with_slow_functions(reward_of):
     reward = reward_of("FILE:moody", "FILE:length", "math_verify", timeout_s=2.0, num_workers=2)
     responses = ["42", "hang", *(["7" * n for n in range(1, 6)]), "hang", "42"]
     results = reward.score(items(*responses))
@@ -181,7 +181,7 @@ def test_a_timeout_is_scored_whatever_the_policy(reward_of, on_error):
     assert result == RewardResult(2.0, {"length": 4.0, "moody": -2.0}, timeouts=1)
 
 
-def test_timeouts_are_told_together_with_their_number_and_one_sample(reward_of, folder, caplog):
+def test_timeouts_are_reported_together_with_their_count_and_one_sample(reward_of, folder, caplog):
     reward = reward_of("FILE:length", "FILE:moody", failed_score=-2.0, timeout_s=2.0)
     reward.score(items("hang", "fine", "hang"))
     (timeouts,) = reward.pop_timeouts()
@@ -197,7 +197,7 @@ def test_two_functions_may_fail_on_one_sample(reward_of, folder):
     assert [(r.score, r.failures) for r in reward.score(items("raise", "fine"))] == [(-2.0, 2), (-0.5, 1)]
 
 
-def test_failures_are_told_once_for_each_function_with_the_traceback(reward_of, folder, caplog):
+def test_failures_are_logged_once_per_function_with_the_traceback(reward_of, folder, caplog):
     (folder / "more.py").write_text("def other(**kwargs):\n    raise KeyError('of the other')\n")
     reward = reward_of("FILE:moody", f"{folder}/more.py:other", on_error="score", num_workers=3)
     with caplog.at_level(logging.WARNING, "rlhf"):
@@ -242,7 +242,7 @@ def test_an_import_that_fails_ends_the_run_whatever_the_policy(reward_of, folder
         reward_of("FILE:length", on_error="score").score(items("x"))
 
 
-def test_a_model_without_a_number_follows_the_policy(reward_of):
+def test_a_reward_model_score_that_is_not_finite_follows_on_error(reward_of):
     model = Model()
     (result,) = reward_of("reward_model", "exact_match", model=model, on_error="score").score(items("42", chat="nan"))
     assert result == RewardResult(1.0, {"reward_model": 0.0, "exact_match": 1.0}, failures=1)

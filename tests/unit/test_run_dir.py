@@ -56,7 +56,7 @@ def test_a_new_directory_is_made_and_its_run_id_stays(config):
     assert names(config) == {"run.json"}
 
 
-def test_a_lost_run_file_is_made_up_from_the_newest_intact_checkpoint(config):
+def test_a_lost_run_file_is_restored_from_the_newest_intact_checkpoint(config):
     save_steps(config, PlainRole(), 2)
     prepare(config)
     assert read_run_file(config.run_dir)["run_id"] == "r"
@@ -66,7 +66,7 @@ def test_a_lost_run_file_is_made_up_from_the_newest_intact_checkpoint(config):
     assert len(read_run_file(config.run_dir)["run_id"]) == 12
 
 
-def test_leftovers_go_and_all_else_stays(config, caplog):
+def test_leftovers_of_kills_are_removed_and_other_files_kept(config, caplog):
     save_steps(config, PlainRole(), 2, 4)
     (config.run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
     before = names(config)
@@ -179,7 +179,7 @@ def test_all_attempts_of_a_schedulers_job_are_one_launch(config, monkeypatch, mo
             prepare(config)
 
 
-def test_the_day_of_the_start_stays_and_survives_a_lost_run_file(config, tmp_path):
+def test_the_start_date_stays_and_survives_a_lost_run_file(config, tmp_path):
     prepare(config)
     path = config.run_dir / "run.json"
     assert read_run_file(config.run_dir)["started_on"] == datetime.date.today().isoformat()
@@ -225,7 +225,7 @@ def test_a_fork_takes_the_place_of_a_run_whose_checkpoints_are_gone(config, tmp_
     assert not (config.run_dir / POINTER).exists()
 
 
-def test_a_run_file_with_a_day_that_is_none_is_damaged(config):
+def test_a_run_file_with_an_invalid_date_is_damaged(config):
     prepare(config)
     (config.run_dir / "run.json").write_text('{"run_id": "r", "started_on": "tomorrow"}')
     with pytest.raises(UserError) as caught:
@@ -330,7 +330,7 @@ def test_a_fork_has_a_history_of_its_own(config, tmp_path, elsewhere):
     assert {"tensorboard.superseded-1", "report.superseded-1"} < names(config)
 
 
-def test_a_kill_in_the_middle_of_a_fork_is_made_good(config, tmp_path):
+def test_a_start_completes_a_fork_that_was_killed(config, tmp_path):
     save_steps(config, PlainRole(), 2, 4, 6)
     prepare(config)
     (config.run_dir / "global_step_6").rename(config.run_dir / "global_step_6.superseded-1")
@@ -341,7 +341,7 @@ def test_a_kill_in_the_middle_of_a_fork_is_made_good(config, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["nothing/global_step_3", "checkpoints", "global_step_3"])
-def test_fork_from_what_is_no_checkpoint_is_refused_and_changes_nothing(config, tmp_path, name):
+def test_fork_from_a_path_without_checkpoint_is_rejected_and_changes_nothing(config, tmp_path, name):
     save_steps(config, PlainRole(), 2)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "global_step_3").write_text("a file")
@@ -370,7 +370,7 @@ def test_the_forked_run_resumes_from_the_source_and_then_from_its_own(config, tm
     assert "global_step_7.damaged-1" in names(config)
 
 
-def test_a_damaged_source_is_the_users_to_replace(config, tmp_path):
+def test_a_damaged_fork_source_is_a_user_error(config, tmp_path):
     other = make_config(tmp_path / "other")
     save_steps(other, PlainRole(), 3)
     flip_bit(step_dir(other.run_dir, 3) / "config.yaml", 11)
@@ -433,7 +433,7 @@ def test_the_run_file_is_plain_json(config):
     assert set(json.loads((config.run_dir / "run.json").read_text())) == {"run_id", "started_on"}
 
 
-def test_what_precedes_the_ranks_imports_no_torch():
+def test_modules_used_before_the_ranks_import_no_torch():
     modules = ["checkpoint.start.preparation", "checkpoint.start.domains", "checkpoint.remote.copies", "storage.files"]
     script = f"import sys, {', '.join(f'rlhf.{name}' for name in modules)}; print('torch' in sys.modules)"
     assert (

@@ -26,7 +26,7 @@ def output():
     return RunOutput("plain", Redaction(SECRETS))
 
 
-def test_secrets_are_left_out_wherever_they_stand():
+def test_secrets_are_redacted_anywhere_in_a_line():
     redact = Redaction(SECRETS)
     assert redact("a hush-hush-hush b, hf_abcdefghijklmnopqrst") == "a REDACTED b, REDACTED"
     assert redact("get http://me:pa55@host:80/x") == "get http://REDACTED@host:80/x"
@@ -106,7 +106,7 @@ def test_lines_of_several_threads_are_all_in_a_log_that_outgrows_its_size(tmp_pa
     assert sorted(lines) == sorted(f"{name} {number}" for name in "abcd" for number in range(200))
 
 
-def test_a_pager_that_has_ended_ends_no_run(tmp_path):
+def test_a_closed_pager_does_not_end_the_run(tmp_path):
     code = """
 import sys
 from rlhf.config.redaction import Redaction
@@ -137,7 +137,7 @@ with RunOutput(sys.argv[2], Redaction({})) as output:
         assert path.read_text() == "first\nsecond\nthird\n"
 
 
-def test_what_ranks_print_comes_through_whole(output, capsys):
+def test_output_of_ranks_is_passed_on_in_whole_lines(output, capsys):
     with output, RankOutput(output) as of_ranks:
         os.write(of_ranks.stdout, b"one\ntw")
         os.write(of_ranks.stderr, b" 10%|\r 50%|\r100%|\nto stderr\xff\n")
@@ -148,7 +148,7 @@ def test_what_ranks_print_comes_through_whole(output, capsys):
     assert printed.err.splitlines() == ["100%|", "to stderr\\xff"]
 
 
-def test_a_download_is_shown_while_it_goes_on(output):
+def test_the_progress_of_a_download_is_shown(output):
     with output, RankOutput(output) as of_ranks:
         of_ranks.phase("loading")
         os.write(of_ranks.stderr, b"\rmodel: 10%\rmodel: 50%")
@@ -156,7 +156,7 @@ def test_a_download_is_shown_while_it_goes_on(output):
         assert output.progress._note in ("model: 10%", "model: 50%")
 
 
-def test_progress_comes_through_and_nonsense_stops_nothing(output, monkeypatch):
+def test_progress_messages_arrive_and_invalid_messages_are_ignored(output, monkeypatch):
     with output, RankOutput(output) as of_ranks:
         assert of_ranks.variables == {PROGRESS_FD: str(of_ranks.progress_fd)}
         monkeypatch.setenv(PROGRESS_FD, str(of_ranks.progress_fd))
@@ -186,7 +186,7 @@ def test_progress_comes_through_and_nonsense_stops_nothing(output, monkeypatch):
     assert type(ProgressPipe.from_environment()) is ProgressDisplay
 
 
-def test_a_rank_does_not_wait_for_a_supervisor_that_sleeps(tmp_path):
+def test_a_rank_does_not_wait_for_a_supervisor_that_does_not_read(tmp_path):
     reading, writing = os.pipe()
     sent = ProgressPipe(writing)
     for done in range(10_000):

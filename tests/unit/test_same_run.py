@@ -32,7 +32,7 @@ def config_error(config: Config) -> str:
     return user_error(prepare, config)
 
 
-def test_a_directory_answers_no_other_experiment_whether_finished_or_not(config):
+def test_a_run_directory_rejects_changed_settings_before_and_after_the_end(config):
     """Earlier, a finished run answered any command: algorithm=rloo with another rate got GRPO's result and code 0."""
     for step in (8, 10):
         save_steps(config, PlainRole(), step)
@@ -48,7 +48,7 @@ def test_a_directory_answers_no_other_experiment_whether_finished_or_not(config)
     assert finished_step(config) == 10
 
 
-def test_an_allowed_change_goes_on_where_there_is_something_left_to_train(config):
+def test_an_allowed_change_needs_steps_left_to_train(config):
     save_steps(config, PlainRole(), 8, 10)
     config.actor.optim.lr, config.trainer.allow_config_change = 5e-5, True
     says(config_error(config), "finished at step 10", "trainer.total_training_steps")
@@ -91,7 +91,7 @@ def test_a_checkpoint_of_another_version_behind_a_damaged_one_is_left_as_it_is(c
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
-def test_a_longer_run_goes_on_and_a_shorter_one_is_told(config, schedule):
+def test_a_longer_run_continues_and_a_shorter_run_is_an_error(config, schedule):
     config.actor.optim.lr_scheduler_type = schedule
     save_steps(config, PlainRole(), 10)
     config.trainer.total_training_steps = 4
@@ -106,7 +106,7 @@ def test_a_longer_run_goes_on_and_a_shorter_one_is_told(config, schedule):
     assert finished_step(config) is None
 
 
-def test_what_a_finished_run_had_otherwise_without_effect_is_logged(config, caplog):
+def test_harmless_differences_from_a_finished_run_are_logged(config, caplog):
     save_steps(config, PlainRole(), 10)
     config.rollout.val_kwargs.n = 3
     prepare(config)
@@ -115,7 +115,7 @@ def test_what_a_finished_run_had_otherwise_without_effect_is_logged(config, capl
     says(caplog.text, "rollout.val_kwargs.n", "1 in the checkpoint", "3 now")
 
 
-def test_a_finished_run_of_another_model_is_refused_and_a_moved_model_is_none(config, tmp_path):
+def test_a_finished_run_accepts_a_moved_model_but_not_another_model(config, tmp_path):
     save_steps(config, PlainRole(), 10)
     moved = tmp_path / "moved"
     shutil.copytree(TINY_POLICY, moved)
@@ -130,7 +130,7 @@ def test_a_finished_run_of_another_model_is_refused_and_a_moved_model_is_none(co
         finished_step(config)
 
 
-def test_a_model_of_other_files_is_refused_before_its_name_is_called_harmless(config, tmp_path, caplog):
+def test_other_model_files_are_rejected_before_the_path_is_logged_as_harmless(config, tmp_path, caplog):
     save_steps(config, PlainRole(), 5)
     moved = tmp_path / "moved"
     shutil.copytree(TINY_POLICY, moved)
@@ -144,7 +144,7 @@ def test_a_model_of_other_files_is_refused_before_its_name_is_called_harmless(co
     prepare(config)
 
 
-def test_adapters_take_no_other_base_whatever_is_allowed(config, tmp_path):
+def test_allow_config_change_does_not_allow_another_base_for_adapters(config, tmp_path):
     config.model.lora.enabled = True
     save_steps(config, PlainRole(), 5)
     first, moved = config.model.path, tmp_path / "moved"
@@ -221,7 +221,7 @@ print(code, sorted({"torch", "transformers", "datasets", "reasoning_gym"} & set(
         (("trainer.resume_mode=disable",), "holds checkpoints up to step 80"),
     ],
 )
-def test_the_command_answers_before_anything_slow_is_imported_and_changes_nothing(tmp_path, settings, message):
+def test_changed_settings_are_rejected_before_slow_imports_and_without_writes(tmp_path, settings, message):
     same = [f"trainer.default_local_dir={tmp_path}", "trainer.device=cpu"]
     config = compose_config([*same, "checkpoint.async_save=false"], Library.find(None))
     save_steps(config, PlainRole(), 80)

@@ -61,7 +61,7 @@ def test_the_newest_step_is_shown_or_those_that_are_asked_for(run, capsys):
     assert [each["score"] for each in shown(capsys, run, "--step", 1, "--best", 2)] == [1.75, 1.5]
 
 
-def test_what_the_policy_wrote_has_no_effect_on_the_terminal(run, capsys):
+def test_control_characters_in_responses_are_escaped(run, capsys):
     assert samples.main([str(run)]) == EXIT_DONE
     text = capsys.readouterr().out
     assert "\x1b" not in text
@@ -78,7 +78,7 @@ def test_what_the_policy_wrote_has_no_effect_on_the_terminal(run, capsys):
         (["--split", "validation", "--step", "1"], "has no matching samples"),
     ],
 )
-def test_what_is_not_there_is_one_line(run, capsys, arguments, message):
+def test_a_missing_step_or_sample_is_one_line(run, capsys, arguments, message):
     assert samples.main([str(run), *arguments]) == EXIT_USER_ERROR
     error = capsys.readouterr().err
     assert message in error
@@ -121,14 +121,14 @@ def test_a_score_that_is_no_number_is_neither_best_nor_worst(tmp_path, capsys):
     assert [each["uid"] for each in shown(capsys, tmp_path, "--best", 2)] == [1, 2]
 
 
-def test_figures_of_a_reward_function_may_be_texts():
+def test_values_from_a_reward_function_may_be_texts():
     noted = as_text(sample("rollout", 0, 1.0) | {"extra": {"length": 3, "kind": "easy\nto read", "seen": ["a", 1]}})
     assert "length 3" in noted.splitlines()[0]
     assert noted.endswith("\n  kind: easy\n    to read\n  seen: ['a', 1]")
 
 
 @pytest.mark.parametrize("option", ["--worst", "--best", "--count"])
-def test_a_number_of_samples_is_none_below_zero(run, option, capsys):
+def test_a_negative_number_of_samples_is_an_error(run, option, capsys):
     with pytest.raises(SystemExit) as ended:
         samples.main([str(run), option, "-1"])
     assert ended.value.code == EXIT_USER_ERROR

@@ -1,4 +1,4 @@
-"""Messages and indices of many ranks: the benchmark's figures stay flat, and the benchmark reports one that grows."""
+"""Messages and indices of many ranks: the figures do not grow with the ranks, or the benchmark reports it."""
 
 import time
 
@@ -54,7 +54,7 @@ def save(rank: int, config) -> None:
     make_checkpointer(config, role, 1, coordinator).save(1)
 
 
-def test_indices_go_to_the_leader_only(tmp_path, monkeypatch):
+def test_only_the_leader_receives_the_indices_of_ranks(tmp_path, monkeypatch):
     """Earlier, each rank received the indices of all ranks."""
     received = [0] * 4
     meet = ThreadTransport._meet
@@ -85,7 +85,7 @@ RECEIVED: list[list[tuple[str, bytes]]] = [[] for _ in range(4)]
 """By rank: kind and bytes of each message that the rank has received."""
 
 
-def test_room_and_linked_files_are_the_leaders_business(tmp_path, monkeypatch):
+def test_only_the_leader_receives_sizes_and_linked_files(tmp_path, monkeypatch):
     """Earlier, every rank received the sizes of all ranks, and the entries of all files of a linked reference."""
     meet = ThreadTransport._meet
 

@@ -61,7 +61,7 @@ def holder() -> tuple["subprocess.Popen[str]", Path]:
     return process, Path(process.stdout.readline().strip())
 
 
-def test_it_is_this_users_and_gone_at_its_end(where):
+def test_a_scratch_folder_is_private_and_removed_at_the_end(where):
     with Scratch() as scratch:
         assert scratch.folder.parent == where
         assert scratch.folder.stat().st_mode & 0o777 == 0o700
@@ -74,7 +74,7 @@ def test_it_is_this_users_and_gone_at_its_end(where):
     scratch.close()
 
 
-def test_what_a_killed_process_leaves_goes_with_the_next_and_what_a_living_one_has_stays(where):
+def test_the_next_scratch_folder_removes_those_of_dead_processes_only(where):
     killed, of_killed = holder()
     living, of_living = holder()
     assert shared(of_killed)
@@ -112,7 +112,7 @@ def test_other_names_links_and_other_users_stay(where, monkeypatch):
     link.unlink()
 
 
-def test_one_that_was_swept_before_it_was_locked_is_made_again(where, monkeypatch):
+def test_a_scratch_folder_removed_before_its_lock_is_created_again(where, monkeypatch):
     made, real = [], scratch_module.make_private_dir
 
     def make(path: Path) -> None:
@@ -127,7 +127,7 @@ def test_one_that_was_swept_before_it_was_locked_is_made_again(where, monkeypatc
         assert scratch.folder.is_dir()
 
 
-def test_a_place_without_locks_is_an_error_with_a_remedy_and_no_endless_loop(where, monkeypatch):
+def test_a_file_system_without_locks_is_an_error_with_a_remedy(where, monkeypatch):
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -146,7 +146,7 @@ def test_a_long_temporary_folder_is_not_for_sockets(tmp_path, monkeypatch):
         assert scratch.folder.parent == Path("/tmp")
 
 
-def test_names_of_shared_memory():
+def test_shared_memory_names_have_the_prefix_of_the_scratch_folder():
     set_shared_memory_prefix("rlhf.0123456789ab.")
     try:
         memory = shared_memory.SharedMemory(create=True, size=16)

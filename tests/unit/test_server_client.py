@@ -1,4 +1,4 @@
-"""Client of a rollout server: which answers it accepts. A small server simulates whatever may answer."""
+"""Client of a rollout server: which answers it accepts. A small server simulates wrong answers."""
 
 import asyncio
 import json
@@ -170,7 +170,7 @@ def generate() -> Callable:
     return lambda client: client.generate(REQUEST, 11, "w1", 3)
 
 
-def test_what_is_asked():
+def test_a_generate_request_has_the_documented_fields():
     bodies = []
 
     async def handler(request: web.Request) -> web.Response:
@@ -201,7 +201,7 @@ def test_a_continued_response_is_asked_for_and_returned_whole():
     assert len(set(seeds)) == 2
 
 
-def test_life_label_and_version():
+def test_health_weight_label_and_version_are_read():
     async def handler(request: web.Request) -> web.Response:
         return web.json_response({"/health": {}, "/weight_info": {"weight_version": "w5"}}.get(request.path, {}))
 
@@ -237,7 +237,7 @@ def test_the_load_is_summed_over_prompts_responses_and_engines():
         ("vllm:generation_tokens_total{} many\n", ServerFailure, "/metrics: could not convert"),
     ],
 )
-def test_a_server_that_does_not_count(text, error, words):
+def test_a_server_without_token_counts_is_an_error(text, error, words):
     async def handler(request: web.Request) -> web.Response:
         return web.Response(text=text)
 
@@ -265,14 +265,14 @@ def test_the_secret_is_shown_on_every_route_and_taken_nowhere_else():
 
 
 @pytest.mark.parametrize("asks", [True, False])
-def test_whether_a_server_asks_for_a_secret(asks):
+def test_requires_secret_reports_whether_the_server_checks_the_secret(asks):
     async def handler(request: web.Request) -> web.Response:
         return web.Response(status=401 if asks and "Authorization" not in request.headers else 200)
 
     assert ask(handler, lambda client: client.requires_secret()) is asks
 
 
-def test_another_secret_is_a_failure_of_its_own():
+def test_a_wrong_secret_raises_secret_rejected():
     async def handler(request: web.Request) -> web.Response:
         return web.Response(status=401, text="no")
 

@@ -94,7 +94,7 @@ def test_urls_at_which_nobody_answers_are_waited_for_and_then_given_up(caplog):
     assert "start_timeout_s=0.1 " in warning
 
 
-def test_while_nobody_waits_nothing_is_given_up():
+def test_a_fleet_gives_up_only_while_a_caller_waits():
     one = Ends()
     with fleet(limits(), {Path("log"): one}) as it:
         end = time.monotonic() + DEADLINE_S
@@ -260,7 +260,7 @@ def test_a_server_given_by_url_should_ask_for_a_secret_which_is_this_runs(wants,
     server.server_close()
 
 
-def test_waiting_has_an_end_that_is_no_error():
+def test_waiting_for_servers_returns_none_at_the_time_limit():
     with fleet(limits(urls=["http://127.0.0.1:9"]), {}) as it:
         assert it.wait(0.1, generating=False) is None
 

@@ -170,7 +170,7 @@ def test_the_first_count_and_one_that_stands_still_are_no_progress():
     assert health.overdue(39.9) is None
 
 
-def test_hung_is_a_server_with_requests_from_which_nothing_comes():
+def test_a_server_is_hung_if_its_requests_make_no_progress():
     health = serving()
     assert health.overdue(1000.0) is None  # idle
     health.request_sent(1000.0)
@@ -183,7 +183,7 @@ def test_hung_is_a_server_with_requests_from_which_nothing_comes():
     assert health.overdue(2000.0) is None
 
 
-def test_an_idle_server_is_asked_for_its_label_now_and_then_and_a_busy_one_how_far_it_is():
+def test_idle_servers_are_probed_for_labels_and_busy_servers_for_token_counts():
     health = serving()
     assert health.due(10.0) == "probe"
     health.probing(10.0)
@@ -210,7 +210,7 @@ def test_the_wait_doubles_up_to_the_longest_and_begins_again_after_a_finished_re
 
 
 @pytest.mark.parametrize("needed", [True, False])
-def test_the_budget_is_the_fleets_and_counts_while_somebody_waits(needed):
+def test_the_failure_budget_is_shared_and_counts_only_while_a_caller_waits(needed):
     budget = Budget(LIMITS.max_failures)
     budget.needed = needed
     two = [ServerHealth(LIMITS, budget, ours=True, now=0.0) for _ in range(2)]

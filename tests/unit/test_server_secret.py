@@ -14,7 +14,7 @@ RIGHT = "0123456789abcdef-right"
 
 
 @pytest.fixture(autouse=True)
-def no_secret_of_the_users(monkeypatch):
+def unset_secret_variable(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
@@ -30,7 +30,7 @@ def test_a_run_has_one_secret_which_only_its_owner_reads(tmp_path):
     assert first.value not in repr(first)
 
 
-def test_what_a_death_left_half_written_is_made_anew(tmp_path):
+def test_a_partly_written_secret_is_replaced(tmp_path):
     (tmp_path / ".tmp-secret").write_bytes(b"abc")
     assert len(run_secret(tmp_path / "secret").value) == 64
     assert [path.name for path in tmp_path.iterdir()] == ["secret"]
@@ -45,7 +45,7 @@ def test_a_file_that_others_read_is_no_secret(tmp_path, mode):
         run_secret(file)
 
 
-def test_the_environment_comes_first(tmp_path, monkeypatch):
+def test_the_environment_variable_overrides_the_secret_file(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, RIGHT)
     assert run_secret(tmp_path / "secret") == Secret(RIGHT, VARIABLE)
     assert not list(tmp_path.iterdir())
@@ -58,7 +58,7 @@ def test_what_cannot_be_a_secret_is_the_users_mistake_and_not_shown(value):
     assert value not in str(caught.value)
 
 
-def test_none_in_the_environment():
+def test_an_unset_or_empty_variable_is_no_secret():
     assert environment_secret({}) is None
     assert environment_secret({VARIABLE: ""}) is None
 
@@ -91,7 +91,7 @@ def served(monkeypatch):
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/ping", "/docs", "/pause", "/v1/chat/completions", "/none"])
 @pytest.mark.parametrize("kind", ["http", "websocket"])
-def test_who_shows_the_secret_passes_on_every_route_and_nobody_else(served, kind, path):
+def test_every_route_requires_the_secret(served, kind, path):
     assert ask(kind, f"Bearer {RIGHT}", path=path) == ([path], [])
     wrong = [
         (),
@@ -115,7 +115,7 @@ def test_who_shows_the_secret_passes_on_every_route_and_nobody_else(served, kind
         assert RIGHT not in str(sent)
 
 
-def test_the_start_of_the_application_is_nobodys_request(served):
+def test_lifespan_events_need_no_secret(served):
     assert ask("lifespan") == (["lifespan"], [])
 
 

@@ -60,7 +60,7 @@ def test_a_long_error_is_cut_to_the_page_and_keeps_what_matters(tmp_path, messag
         assert error.traceback.endswith("middle\nlast line\n")
 
 
-def test_samples_that_another_thread_scores_show_that_the_loop_moves(tmp_path):
+def test_samples_scored_by_another_thread_count_as_progress_of_the_loop(tmp_path):
     writer = StatusWriter(tmp_path, 0)
     writer.event(3, SCORES)
     before = read_statuses(tmp_path)[0]

@@ -84,7 +84,7 @@ def test_hashes_are_those_of_the_blocks(root, tmp_path):
     assert write_file(tmp_path, "empty", []).xxh3_128 == ""
 
 
-def test_a_flip_is_found_by_whoever_reads_its_block_and_by_nobody_else(root, tmp_path):
+def test_a_flipped_bit_is_found_only_by_reads_of_its_block(root, tmp_path):
     (tmp_path / "f").write_bytes(CONTENT)
     files, into = checked(tmp_path), memoryview(bytearray(10))
     rng = random.Random(3)

@@ -331,18 +331,18 @@ def put(column: int, value: int):
         put(0, 0),
     ],
 )
-def test_an_index_that_nobody_wrote_is_damage_and_nothing_else(tmp_path, change):
+def test_an_invalid_index_is_damage(tmp_path, change):
     with pytest.raises(DamagedCheckpoint, match=INDEX):
         read_index(tmp_path, hostile(change)).find({"w": range_box(0, 10)}, 0, 1)
 
 
-def test_a_tensor_that_no_rank_owns_cannot_be_lost_silently(tmp_path):
+def test_a_tensor_that_no_rank_owns_is_an_error(tmp_path):
     ranks = [{"step": Shard((), (0,), torch.tensor(3.0), saved_here=False)} for _ in range(2)]
     with pytest.raises(ValueError, match="the shards of step do not cover its 1 elements"):
         write_all(tmp_path, ranks)
 
 
-def test_mismatches_are_told_in_words(tmp_path):
+def test_mismatches_of_tensors_are_described_in_words(tmp_path):
     stored = {"same": torch.zeros(2), "gone": torch.zeros(3), "shape": torch.zeros(2, 3), "type": torch.zeros(4)}
     write_all(tmp_path, [{name: Shard(tuple(t.shape), (0,), t) for name, t in stored.items()}])
     here = {

@@ -1,4 +1,4 @@
-"""Sweeps: their combinations, names and directories, and what becomes of the others when a run fails."""
+"""Sweeps: combinations, names and directories of runs, and that a failed run does not stop the other runs."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, 
 LIBRARY = Library.find(None)
 
 
-def test_combinations_in_hydras_way():
+def test_combinations_follow_hydras_sweep_syntax():
     found = combinations(["a=1,2", "b=[3,4]", "c=range(1,3)", "+d='x,y'", "e=choice(u,v)"])
     assert len(found) == 8
     assert found[0].overrides == ["a=1", "b=[3,4]", "c=1", "+d='x,y'", "e=u"]
@@ -82,7 +82,7 @@ def test_secrets_of_a_sweep_are_stored_nowhere(swept, masks):
     assert (alone.run_dir, alone.reward.kwargs) == (runs[0].config.run_dir, runs[0].config.reward.kwargs)
 
 
-def test_another_secret_leaves_the_directories_of_a_sweep_and_equal_ones_are_a_mistake():
+def test_a_new_secret_keeps_sweep_directories_and_equal_secrets_are_an_error():
     first, second = (plan([f"reward.kwargs.api_key={key}a,{key}b"], LIBRARY) for key in ("old", "new"))
     assert [run.config.run_dir.name for run in first] == [
         "offline-reward.kwargs.api_key-REDACTED-1",
@@ -102,7 +102,7 @@ def test_interpolations_of_a_sweep_keep_their_text(monkeypatch):
     assert "JUDGE_B" in str(runs[1])
 
 
-def test_mistakes_of_all_runs_are_told_before_the_first_starts():
+def test_mistakes_of_all_runs_are_reported_before_the_first_run_starts():
     with pytest.raises(UserError) as raised:
         plan(["rollout.n=1,4,0", "trainer.nproq=2"], LIBRARY)
     assert str(raised.value).splitlines() == [
@@ -132,7 +132,7 @@ def test_under_torchrun_there_is_no_sweep(monkeypatch):
         ([EXIT_CRASHED, EXIT_REQUEUE, EXIT_DONE], 2, EXIT_REQUEUE),
     ],
 )
-def test_the_others_run_when_one_fails(codes, started, code, capsys):
+def test_a_failed_run_does_not_stop_the_other_runs(codes, started, code, capsys):
     runs, seen = plan(["trainer.seed=1,2,3"], LIBRARY), []
 
     def start(config):

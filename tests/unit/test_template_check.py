@@ -37,7 +37,7 @@ def test_a_missing_template(folder, tmp_path):
     check_template(str(folder), None)
 
 
-def test_a_mistake_in_a_template_is_the_templates(folder, tmp_path):
+def test_a_syntax_error_names_the_template_and_its_line(folder, tmp_path):
     own = tmp_path / "own.jinja"
     own.write_text("{% for m in messages %}\n{{ m['content'] }\n{% endfor %}")
     says(user_error(check_template, str(folder), str(own)), f"model.chat_template={own}", "line 2", "unexpected '}'")
@@ -68,7 +68,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize("kind", FAILING)
-def test_what_a_template_does_to_a_prompt_is_told_early(folder, kind):
+def test_a_template_that_fails_on_a_prompt_is_rejected_early(folder, kind):
     text, expected = FAILING[kind]
     message = user_error(rendered, folder, text)
     says(message, "a.jsonl line 1", f"model.path={folder}", "chat_template.jinja", expected, "model.chat_template")
@@ -90,7 +90,7 @@ WORKING = [
 
 
 @pytest.mark.parametrize("text", WORKING)
-def test_what_transformers_gives_a_template_is_there(folder, text):
+def test_functions_that_transformers_gives_to_templates_are_available(folder, text):
     rendered(folder, text)
 
 
@@ -152,7 +152,7 @@ def test_a_template_in_another_encoding_is_refused(folder):
         says(user_error(check_template, str(folder), given), str(folder / path), "UTF-8")
 
 
-def test_a_tokenizers_file_that_is_nested_without_end_is_told_elsewhere(folder):
+def test_a_too_deeply_nested_tokenizer_config_is_not_checked_here(folder):
     (folder / "tokenizer_config.json").write_text("[" * 100_000)
     check_template(str(folder), None)
     check_rendering(str(folder), None, "a.jsonl line 1", ASKING, {})

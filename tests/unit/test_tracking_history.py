@@ -130,7 +130,7 @@ def test_all_readers_need_little_memory(tmp_path: Path) -> None:
     assert peak < size / 4
 
 
-def test_a_mark_that_does_not_fit_is_no_place_to_cut(tmp_path: Path) -> None:
+def test_a_mark_of_another_file_is_not_used_for_truncation(tmp_path: Path) -> None:
     """If the file is an older copy, another run's, edited, or gone, the records' steps decide where to cut."""
     ours = filled(tmp_path / "ours.jsonl", 6)
     mark = HistoryMark.at_end(ours.path)

@@ -26,7 +26,7 @@ def report(run_dir: Path) -> dict:
     return json.loads((run_dir / "report" / "report.json").read_text())
 
 
-def test_a_whole_run(tmp_path: Path) -> None:
+def test_the_report_of_a_complete_run(tmp_path: Path) -> None:
     history = History(tmp_path / "metrics.jsonl")
     history.append({"step": 0, "val/accuracy": 0.4})
     for step in range(1, 5):
@@ -164,7 +164,7 @@ def test_the_report_says_what_the_run_did_not_do(tmp_path: Path, steps: list[dic
     assert [line for line in write_report(tmp_path).splitlines() if len(line) > 80 and str(tmp_path) not in line] == []
 
 
-def test_events_of_the_guards_are_told(tmp_path: Path) -> None:
+def test_the_report_counts_skips_and_rollbacks(tmp_path: Path) -> None:
     history = History(tmp_path / "metrics.jsonl")
     history.append({"step": 1, "guards/skips": 0, "guards/rollbacks": 0})
     history.append({"step": 2, "guards/skips": 0, "guards/rollbacks": 3})
@@ -173,7 +173,7 @@ def test_events_of_the_guards_are_told(tmp_path: Path) -> None:
     assert (report(tmp_path)["skips"], report(tmp_path)["rollbacks"]) == (0, 3)
 
 
-def test_twice_is_the_same(tmp_path: Path) -> None:
+def test_writing_a_report_twice_gives_the_same_files(tmp_path: Path) -> None:
     History(tmp_path / "metrics.jsonl").append({"step": 1, "reward/mean": 0.5})
     first = write_report(tmp_path), (tmp_path / "report" / "report.html").read_bytes(), report(tmp_path)
     assert (write_report(tmp_path), (tmp_path / "report" / "report.html").read_bytes(), report(tmp_path)) == first
@@ -202,7 +202,7 @@ def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     assert report(tmp_path)["tokens_per_second"] == 10.0
 
 
-def test_a_history_that_begins_later_is_told_so(tmp_path: Path) -> None:
+def test_a_history_that_starts_later_has_no_result_before_training(tmp_path: Path) -> None:
     """In a fork's history, or after the history was deleted, no record is from before the training."""
     history = History(tmp_path / "metrics.jsonl")
     for step in range(21, 29):

@@ -42,7 +42,7 @@ def test_a_rewound_log_is_that_of_a_resumed_run(tmp_path: Path) -> None:
     assert tracker.history.path.read_bytes() == other.history.path.read_bytes()
 
 
-def test_a_log_goes_back_to_its_very_start(tmp_path: Path) -> None:
+def test_a_log_rewinds_to_step_0(tmp_path: Path) -> None:
     log, tracker = run_log(tmp_path)
     log.start(0, resumed=False)
     log.step(0, {"val/accuracy": 0.5})

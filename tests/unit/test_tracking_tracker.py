@@ -159,7 +159,7 @@ def test_wandb_without_a_login_is_refused_at_the_start(variables, files, known, 
 
 
 @pytest.mark.parametrize(("mode", "near"), [("offine", " Did you mean offline?"), ("disabled", "")])
-def test_a_mode_of_wandb_that_is_none_of_a_run_s_is_told(monkeypatch, mode, near) -> None:
+def test_an_invalid_wandb_mode_is_rejected(monkeypatch, mode, near) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setenv("WANDB_MODE", mode)
@@ -180,7 +180,7 @@ def saved_after(run_dir: Path, last: int) -> dict:
     return saved
 
 
-def test_a_resume_goes_on_where_the_checkpoint_saw_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resume_cuts_the_history_at_the_checkpoints_mark(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved = saved_after(tmp_path, 300)
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-3])  # torn
@@ -192,7 +192,7 @@ def test_a_resume_goes_on_where_the_checkpoint_saw_the_end(tmp_path: Path, caplo
     assert caplog.text == ""
 
 
-def test_a_checkpoint_of_another_tool_has_no_history_to_miss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_imported_checkpoint_gives_no_history_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tracker_of(tmp_path).start(300, {})
     assert caplog.text == ""
 

@@ -174,7 +174,7 @@ def composed(text: str, folder: Path) -> Config:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_configuration_means_the_same_here_and_losses_are_listed(
+def test_a_translated_configuration_has_the_same_values_and_lists_the_rest(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", "/home/someone")

@@ -1,4 +1,4 @@
-"""python -m rlhf.translate loses no setting: each is in the recipe or in a comment, with the other's defaults."""
+"""python -m rlhf.translate loses no setting: each is in the recipe or a comment, with the other trainer's defaults."""
 
 from pathlib import Path
 from typing import Any

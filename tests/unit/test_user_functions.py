@@ -49,7 +49,7 @@ def test_names_bound_in_other_ways_are_found(file, name):
     assert find_function("x.y", f"{file}:{name}") is None
 
 
-def test_a_class_is_no_function(file):
+def test_a_class_instead_of_a_function_is_rejected(file):
     (file.parent / "other.py").write_text("from collections import Counter\n")
     for function, spec in ((find_function, f"{file}:Scorer"), (load_function, f"{file.parent}/other.py:Counter")):
         message = error_message(function, "x.y", spec)
@@ -66,11 +66,11 @@ def error_message(function, *arguments) -> str:
 
 
 @pytest.mark.parametrize("spec", ["file.py", "file.py:", ":name", "file:name", "file.py:a b"])
-def test_the_form(spec):
+def test_a_spec_must_have_the_form_path_colon_name(spec):
     says(error_message(find_function, "x.y", spec), f"x.y={spec} ", "path/to/file.py:name")
 
 
-def test_the_form_that_was_meant(tmp_path, monkeypatch):
+def test_likely_spec_guesses_the_intended_spec(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b.py").write_text("")
@@ -78,7 +78,7 @@ def test_the_form_that_was_meant(tmp_path, monkeypatch):
     assert {spec: likely_spec(spec) for spec in meant} == meant
 
 
-def test_what_cannot_be_found_is_told_with_the_nearest(file):
+def test_a_missing_file_or_function_suggests_the_nearest(file):
     wrong = file.with_name("function.py")
     says(error_message(find_function, "x.y", f"{wrong}:plain"), f"no file {wrong}.", f"Did you mean {file}?")
     assert "functions.py defines no 'plane'. Did you mean plain?" in error_message(
@@ -88,7 +88,7 @@ def test_what_cannot_be_found_is_told_with_the_nearest(file):
 
 
 @pytest.mark.parametrize("content", [b"def f(:\n", b"\xff\xfe\x00", b"a\x00b"])
-def test_what_is_no_python(file, content):
+def test_a_file_that_is_not_python_is_an_error(file, content):
     file.write_bytes(content)
     message = error_message(find_function, "x.y", f"{file}:f")
     assert "the file cannot be read as Python" in message

@@ -98,7 +98,7 @@ def test_slow_evaluations_raise_no_alarm():
         machine.event("evaluation.after")
 
 
-def test_the_slowest_rank_teaches_all():
+def test_learned_deadlines_follow_the_slowest_rank():
     machine = Machine(2)
     for _ in range(3):
         machine.event("update.before")
@@ -111,7 +111,7 @@ def test_the_slowest_rank_teaches_all():
     assert [late.deadline_s for late in machine.wait(1)] == [500.0, 500.0]
 
 
-def test_what_was_learned_stays_over_a_restart():
+def test_learned_deadlines_survive_a_restart():
     machine = Machine()
     machine.loop(3)
     machine.save("commit.fsync")  # a crash ends this save
@@ -124,7 +124,7 @@ def test_what_was_learned_stays_over_a_restart():
     assert late.deadline_s == 300.0
 
 
-def test_a_rank_may_wait_for_one_that_is_in_its_time():
+def test_a_rank_may_wait_for_a_rank_within_its_deadline():
     """Rank 1 may wait in a brief phase while the driver writes metrics. If both exceed their deadlines, the run
     hangs, and the driver's phase is the older one."""
     machine = Machine(2)
@@ -140,7 +140,7 @@ def test_a_rank_may_wait_for_one_that_is_in_its_time():
     assert [(late.rank, late.phase) for late in machine.wait(20)] == [(0, "metrics.before"), (1, "step.begin")]
 
 
-def test_a_rank_that_has_left_holds_up_no_alarm():
+def test_a_rank_that_has_exited_does_not_delay_an_alarm():
     machine = Machine(2, watchdog_timeout_s=10.0)
     machine.event("update.after")
     machine.wait(5)
@@ -166,7 +166,7 @@ def test_saves_and_loads_in_the_loop_have_the_checkpoints_deadline(event):
     assert (late.origin, late.save) == ("checkpoint.timeout_s", False)
 
 
-def test_a_save_behind_the_loop_and_the_loop_hide_no_hang_of_each_other():
+def test_hangs_of_the_loop_and_of_a_background_save_are_found_separately():
     machine = Machine(watchdog_timeout_s=100.0)
     machine.event("step.begin")
     machine.save("commit.fsync")
@@ -193,7 +193,7 @@ def test_no_save_under_way_is_never_late():
     assert machine.wait(3599) == []
 
 
-def test_time_in_which_nobody_looked_does_not_count():
+def test_time_without_checks_by_the_watchdog_does_not_count():
     machine = Machine(watchdog_timeout_s=30.0)
     machine.event("rollout.before")
     machine.wait(10)
@@ -252,13 +252,13 @@ Current thread 0x00007f8e40a50740 (most recent call first):
 """
 
 
-def test_frames_of_a_dump():
+def test_frames_of_a_thread_are_read_from_a_stack_dump():
     assert frames_of(DUMP, 0x7F8E3B7FE640)[0] == 'File "/usr/lib/python3.11/threading.py", line 327 in wait'
     assert len(frames_of(DUMP + DUMP, 0x7F8E40A50740)) == 3
     assert frames_of(DUMP, 0x7F8E) == frames_of("", 0x7F8E40A50740) == []
 
 
-def test_who_waits_and_who_works():
+def test_stacks_show_whether_a_rank_waits_for_peers():
     waiting = frames_of(DUMP, 0x7F8E40A50740)
     kernel = ['File "/venv/torch/_ops.py", line 1 in __call__', 'File "/venv/torch/_pytree.py", line 1 in unflatten']
     assert waits_for_peers(waiting)

@@ -11,7 +11,7 @@ from tests.support.tiny_updates import tiny_qwen2, tiny_value_model
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3_text", "gpt2", "mistral"])
-def test_those_decay_that_decay_in_transformers(name):
+def test_the_same_weights_decay_as_in_transformers(name):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config(name))
     expected = Trainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ def test_each_trained_parameter_is_in_one_group(model):
 
 
 @pytest.mark.parametrize("optim", [OptimConfig(weight_decay=0.0), OptimConfig(decay_norm_and_bias=True)])
-def test_one_group_where_nothing_tells_them_apart(optim):
+def test_equal_decay_gives_one_parameter_group(optim):
     (group,) = parameter_groups(tiny_qwen2(), optim)
     assert list(group) == ["params"]
 
