@@ -105,6 +105,7 @@ MIGRATIONS: dict[str, tuple[Migration, ...]] = {
         Added("trainer.nnodes", 1),
         Added("checkpoint.memory.freq", 0),
         Added("checkpoint.memory.dir", "/dev/shm"),
+        Added("checkpoint.memory.replicas", 0),
         Added("tracking.mlflow.tracking_uri", None),
         Added("tracking.alerts.kinds", ["stuck", "unstable", "crashed", "finished"]),
         Added("tracking.alerts.command", []),

@@ -118,6 +118,7 @@ def _own_settings(target: EvaluationTarget) -> dict[str, Any]:
         "trainer.callbacks": [],
         "trainer.callback_kwargs": {},
         "checkpoint.remote": None,
+        "checkpoint.memory.replicas": 0,
     }
     if target.model is not None:
         settings["model.path"] = target.model

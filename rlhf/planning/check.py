@@ -13,7 +13,7 @@ from rlhf.planning.devices import count_gpus, gpu_memory, machine_memory
 from rlhf.planning.memory_plan import Models, Plan, Target, evaluation_share, memory_plan
 from rlhf.planning.model_shapes import ModelShapes, shapes_from_files
 from rlhf.planning.plan_text import cache_problem, devices_needed, gib, host_problem, nothing_fits, plan_peak
-from rlhf.ranks.memory_folder import SNAPSHOTS, check_room
+from rlhf.ranks.memory_folder import SNAPSHOTS, check_room, copies_text, less_memory
 
 log = logging.getLogger(__name__)
 
@@ -115,15 +115,16 @@ def engine_share(config: Config, *, trains: bool) -> float:
 def check_snapshots(config: Config, plan: Plan) -> None:
     """Raise UserError if this machine's tmpfs or its whole memory has no room for the snapshots of its ranks."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.trainer.ranks))
-    if not (size := plan.checkpoint.snapshot * ranks):
+    memory, size = config.checkpoint.memory, plan.checkpoint
+    if not size.snapshot:
         return
-    check_room(config.checkpoint.memory.dir, config.run_dir, (SNAPSHOTS + 1) * size)
-    needed, there = (SNAPSHOTS + 2) * size, machine_memory()
+    check_room(memory.dir, config.run_dir, ranks * size.published, memory.replicas)
+    needed, there = ranks * (size.published + size.snapshot), machine_memory()
     if needed > there:
         raise UserError(
-            f"checkpoint.memory.freq={config.checkpoint.memory.freq}: {SNAPSHOTS} snapshots, the snapshot being "
-            f"written and the copy of the state from which it is written need {gib(needed)} on this machine, which has "
-            f"{gib(there)}. Set checkpoint.memory.freq=0."
+            f"checkpoint.memory.freq={memory.freq}: {SNAPSHOTS} snapshots, the snapshot being written"
+            f"{copies_text(memory.replicas)} and the copy of the state from which it is written need {gib(needed)} on "
+            f"this machine, which has {gib(there)}. Set {less_memory(memory.replicas)}."
         )
 
 

@@ -8,6 +8,7 @@ from rlhf.config import CheckpointConfig
 from rlhf.planning.adapter_state import Adapted
 from rlhf.planning.model_shapes import ModelShapes
 from rlhf.planning.training_state import MOMENTS, WIDTHS, sharded
+from rlhf.ranks.memory_folder import SNAPSHOTS
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,17 @@ class CheckpointSize:
     """Number of complete saves on disk, besides the one being written; None for all."""
     snapshot: int = 0
     """Bytes of one rank's part of a snapshot in memory; 0 if the run takes none."""
+    replicas: int = 0
+    """Number of other nodes that also store each part of a snapshot."""
 
     @property
     def total(self) -> int:
         return sum(self.by_part.values())
+
+    @property
+    def published(self) -> int:
+        """Bytes of all snapshots on the tmpfs for each rank of a node: its parts, and copies of other nodes' parts."""
+        return (SNAPSHOTS + 1) * (1 + self.replicas) * self.snapshot
 
 
 def checkpoint_size(
@@ -56,4 +64,6 @@ def checkpoint_size(
             parts["ref"] = 4 * reference.count
             copied += 4 * sharded(reference.weights, ranks)
     kept = config.max_to_keep
-    return CheckpointSize(parts, copied if config.async_save else 0, kept, snapshot if config.memory.freq else 0)
+    memory = config.memory
+    in_memory = (snapshot, memory.replicas) if memory.freq else (0, 0)
+    return CheckpointSize(parts, copied if config.async_save else 0, kept, *in_memory)

@@ -22,7 +22,6 @@ from rlhf.planning.model_shapes import ModelShapes
 from rlhf.planning.pass_sizes import StepSize, passes
 from rlhf.planning.rollout_memory import EngineMemory, engine_memory, free_share
 from rlhf.planning.training_state import TrainingState, compute_width, frozen_state, trained_state
-from rlhf.ranks.memory_folder import SNAPSHOTS
 
 CUDA_BASE, NCCL_BASE = 3 << 29, 3 << 29
 """Estimates for a device: 1.5 GiB for CUDA's context and the libraries' workspaces. With several ranks, NCCL's
@@ -316,7 +315,7 @@ def _host(
     items = {
         "Python and torch": imports + (DEEPSPEED_BASE if backend == "deepspeed" else 0),
         "copy for saves": checkpoint.copied,
-        "snapshots in memory": (SNAPSHOTS + 2) * checkpoint.snapshot,  # + 2: the snapshot being written, and its source
+        "snapshots in memory": checkpoint.published + checkpoint.snapshot,  # the copy from which a snapshot is written
         "offloaded": sum(each.host for each in by_role.values()),
         "sleeping engine's weights": engine.host,
         "rollouts": step.scored * step.response * TOKEN_RECORD,

@@ -109,6 +109,7 @@ TABLE = (
     Candidate("backend.zero_stage", lambda config, plan: range(config.backend.zero_stage + 1, 4)),
     Candidate("backend.offload_optimizer", _to(True), device="cuda"),
     Candidate("checkpoint.async_save", _to(False), device="cpu"),
+    Candidate("checkpoint.memory.replicas", _to(0), device="cpu"),
     Candidate("checkpoint.memory.freq", _to(0), device="cpu"),
     Candidate("trainer.nproc", lambda config, plan: (2 * plan.target.ranks,), device="cuda", effect="devices"),
     Candidate("data.max_response_length", _half("data.max_response_length"), effect="training"),

@@ -25,7 +25,7 @@ class PeerError(RuntimeError):
 class Coordinator:
     """Makes collective calls over Python objects. Every rank must make the same calls in the same order.
 
-    `all_gather`, `broadcast`, `bitwise_or`, `send` and `receive` are as in `Transport`.
+    `all_gather`, `broadcast`, `bitwise_or`, `send`, `receive` and `exchange` are as in `Transport`.
 
     If a function raises on a rank, the call raises on every rank. Every call raises LostPeer if a rank is dead or does
     not answer in time. `domains` is each rank's storage domain: the lowest rank that sees the same run directory.
@@ -122,6 +122,9 @@ class Coordinator:
 
     def receive(self, block: "Tensor", source: int) -> None:
         self._transport.receive(block, source)
+
+    def exchange(self, block: "Tensor", to: int, received: "Tensor", source: int) -> None:
+        self._transport.exchange(block, to, received, source)
 
     def everywhere(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank, and return all results on every rank. For small results only."""

@@ -101,6 +101,13 @@ class GlooTransport(Transport):
         with _collective():
             dist.recv(block, source, group=self._group)
 
+    def exchange(self, block: Tensor, to: int, received: Tensor, source: int) -> None:
+        with _collective():
+            sending = dist.isend(block, to, group=self._group)
+            dist.recv(received, source, group=self._group)
+            assert sending is not None  # only on ranks outside of the group
+            sending.wait()
+
 
 def gather_bytes(content: bytes, group: dist.ProcessGroup) -> list[bytes]:
     """Return the `content` of every rank of a gloo group, in rank order, on every rank. Collective over the group."""

@@ -165,12 +165,27 @@ def free_bytes(base: str | Path) -> int | None:
     return stats.f_bavail * stats.f_frsize if stats.f_blocks else None
 
 
-def check_room(base: str, run_dir: Path, needed: int) -> None:
-    """Raise UserError if the tmpfs of `base` has less than `needed` bytes, counting this run's own files as free."""
+def check_room(base: str, run_dir: Path, needed: int, replicas: int = 0) -> None:
+    """Raise UserError if the tmpfs of `base` has less than `needed` bytes, counting this run's own files as free.
+
+    `replicas`: the number of nodes whose snapshots are copied to this node (`checkpoint.memory.replicas`).
+    """
     free = free_bytes(base)
     if free is not None and (room := free + bytes_used(folders_of(base, run_dir))) < needed:
         raise UserError(
             f"checkpoint.memory.freq: the snapshots of this node's ranks need {needed / 2**20:.1f} MiB (two, and the "
-            f"one being written), and {SETTING}={base} has {room / 2**20:.1f} MiB free. Enlarge the tmpfs (`mount -o "
-            f"remount,size=SIZE`; docker: --shm-size), set {SETTING} to another tmpfs, or set checkpoint.memory.freq=0."
+            f"one being written{copies_text(replicas)}), and {SETTING}={base} has {room / 2**20:.1f} MiB free. Enlarge "
+            f"the tmpfs (`mount -o remount,size=SIZE`; docker: --shm-size), set {SETTING} to another tmpfs, or set "
+            f"{less_memory(replicas)}."
         )
+
+
+def copies_text(replicas: int) -> str:
+    """Return the words for the copies of other nodes' snapshots."""
+    nodes = "another node" if replicas == 1 else f"{replicas} other nodes"
+    return f", each with the part of {nodes}," if replicas else ""
+
+
+def less_memory(replicas: int) -> str:
+    """Return the settings with which a run needs less memory for snapshots."""
+    return f"{'checkpoint.memory.replicas=0 or ' if replicas else ''}checkpoint.memory.freq=0"

@@ -51,3 +51,8 @@ class Transport:
     def receive(self, block: "Tensor", source: int) -> None:
         """Fill `block` with the bytes that the rank `source` sends."""
         raise ValueError("a single process has no other rank to receive from")
+
+    def exchange(self, block: "Tensor", to: int, received: "Tensor", source: int) -> None:
+        """Send `block` to the rank `to` while `received` is filled by the rank `source`. Ranks in a ring may all call
+        this at once; the others may call `send` and `receive`."""
+        raise ValueError("a single process has no other rank to exchange with")

@@ -1,4 +1,5 @@
-"""A whole run under torchrun on two nodes that share no disk: a kill in the commit, swapped nodes, a lost disk.
+"""A whole run under torchrun on two nodes that share no disk: a kill in the commit, swapped nodes, a lost disk, a node
+lost with disk and memory.
 
 A node is a mount namespace with its own disk, or a folder if the machine allows no namespaces.
 """
@@ -16,11 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.storage.layout import scan, step_dir
+from rlhf.ranks.memory_folder import PREFIX
+from rlhf.storage.layout import scan, step_dir, step_of
 from tests.support.compare_runs import differences
 from tests.support.hanger import hangs
 from tests.support.interrupter import at
-from tests.support.launching import DEADLINE_S, ROOT, Ended, records, saved_steps, small
+from tests.support.launching import DEADLINE_S, ROOT, Ended, flip_a_byte, records, saved_steps, small
 from tests.support.undisturbed import EXPORT
 
 
@@ -110,7 +112,7 @@ def train_on(
 def merged(nodes: list[Node], folder: Path) -> Path:
     """Merge the run into one directory: the first node's disk, and the second node's files of each checkpoint."""
     shutil.copytree(nodes[0].run_dir, folder, ignore=shutil.ignore_patterns("*.lock"))
-    for step in saved_steps(folder):
+    for step in saved_steps(nodes[1].run_dir):
         shutil.copytree(step_dir(nodes[1].run_dir, step), step_dir(folder, step), dirs_exist_ok=True)
     return folder
 
@@ -159,3 +161,43 @@ def test_a_hang_on_one_node_is_found_on_both_and_the_run_is_restarted(tmp_path, 
     assert "/torch/distributed/" in waiting[0]
     assert " in sleep_forever" in hung[0].split("rank 1 hangs here:\n")[1].splitlines()[0]
     assert differences(undisturbed.run_dir(2), merged(nodes, tmp_path / "whole")) == []
+
+
+def memory_of(node: Node) -> Path:
+    """Return the folder of a node's snapshots in memory."""
+    [folder] = node.disk.glob(f"{PREFIX}*")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_node_that_is_lost_with_its_memory_and_disk_costs_no_step(lost, tmp_path, sums, undisturbed, nodes):
+    """Promise 21."""
+    if not nodes[0].prefix:
+        pytest.skip("needs mount namespaces: both nodes must have their memory at the same path")
+    memory = f"checkpoint.memory.dir={tmp_path / 'disk'}", "checkpoint.memory.freq=1", "checkpoint.memory.replicas=1"
+    # A kill in step 3, before the first save. Then one copy of a part is damaged.
+    ends = train_on(nodes, sums, at("update.mid", 5, "SIGKILL", rank=1), *memory)
+    assert all(end.code != 0 for end in ends), ends
+    [newest] = {scan(memory_of(node))[0].name for node in nodes}
+    assert newest in ("global_step_1", "global_step_2")
+    flip_a_byte(memory_of(nodes[lost]) / newest / f"actor/optimizer/rank_0000{lost}.safetensors")
+    # A kill in the fourth step after that. Then a node loses everything.
+    ends = train_on(nodes, sums, at("update.mid", 7, "SIGKILL", rank=lost), *memory)
+    assert all(end.code != 0 for end in ends), ends
+    assert f"{newest} is damaged on the node of rank {lost}" in ends[0].output
+    assert f"Resumed step {newest.removeprefix('global_step_')} from" in ends[0].output
+    published = step_of(scan(memory_of(nodes[1 - lost]))[0])
+    begun = int(newest.removeprefix("global_step_")) + 4
+    assert published in (begun - 2, begun - 1)
+    for path in nodes[lost].disk.iterdir():
+        shutil.rmtree(path)
+    ends = train_on(nodes, sums, None, *memory)
+    assert [end.code for end in ends] == [0, 0], ends
+    assert f"Resumed step {published} from" in ends[0].output
+    found = differences(undisturbed.run_dir(2), merged(nodes, tmp_path / "whole"))
+    if lost == 0:  # the metric history and the samples were on this node's disk only
+        assert [record["step"] for record in records(nodes[0].run_dir)] == list(range(published + 1, 8))
+        found = [line for line in found if not line.startswith(("steps of the", "metrics of", "samples/"))]
+    assert found == []
+    assert [list(node.disk.glob(f"{PREFIX}*")) for node in nodes] == [[], []]

@@ -122,6 +122,10 @@ class ThreadTransport:
         assert (received.dtype, received.shape) == (block.dtype, block.shape)
         block.copy_(received)
 
+    def exchange(self, block: Tensor, to: int, received: Tensor, source: int) -> None:
+        self.send(block, to)
+        self.receive(received, source)
+
     def _meet(self, kind: str, message: bytes, sources: Collection[int]) -> list[bytes]:
         """Send a message in this call, wait for the messages of the ranks `sources`, and return them."""
         world, number = self._world, self._call

@@ -5,12 +5,9 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
+from rlhf.checkpoint.load.block_messages import BlockMessage
 from rlhf.checkpoint.load.locations import FileLocations
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import remove, write_range
 from rlhf.storage.hashing import BLOCK
 from rlhf.storage.layout import TEMPORARY, fresh_name
@@ -61,26 +58,19 @@ class Fetched:
         if not self._coordinator.leads_domain:
             return
         me, own = self._coordinator.rank, CheckedFiles(self._located.path, self._located.manifest.files)
-        # The first byte is 1 if the sender could read the block.
-        memory = torch.empty(1 + BLOCK, dtype=torch.uint8)
+        message = BlockMessage()
         problem: Exception | None = None
         for (name, number), domains in sorted(receivers.items()):
-            size = min(BLOCK, self._located.manifest.files[name]["size"] - number * BLOCK)
-            message, source = memory[: 1 + size], self._located.source_domain(name)
+            source = self._located.source_domain(name)
             if me == source:
-                try:
-                    own.read(name, [(number * BLOCK, _view(message))])
-                    message[0] = 1
-                except (DamagedCheckpoint, OSError) as error:
-                    problem = problem or error
-                    message[0] = 0
+                problem = message.load(own, name, number) or problem
                 for domain in sorted(domains):
-                    self._coordinator.send(message, domain)
+                    self._coordinator.send(message.tensor, domain)
             elif me in domains:
-                self._coordinator.receive(message, source)
-                if message[0] and problem is None:
+                self._coordinator.receive(message.resize(own, name, number), source)
+                if message.has_block and problem is None:
                     try:
-                        self._store(name, number, _view(message))
+                        self._store(name, number, message.content)
                     except OSError as error:
                         problem = error
         if problem is not None:
@@ -98,7 +88,3 @@ class Fetched:
                 remove(self._root)
             except OSError as error:
                 log.warning("%s could not be removed (%s); the next start removes it.", self._root, error)
-
-
-def _view(message: Tensor) -> memoryview:
-    return message.numpy().data[1:]

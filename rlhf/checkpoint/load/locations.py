@@ -46,11 +46,11 @@ class FileLocations:
         """Return the first domain that has a file, or 0 when none has."""
         return next((domain for domain, names in self.by_domain.items() if name in names), 0)
 
-    def missing_text(self) -> str:
+    def missing_text(self, place: str = "disk") -> str:
         names = self.missing
         size = sum(self.manifest.files[name]["size"] for name in names) / 2**20
         shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-        return f"{self.path.name} is not complete: no node's disk has {shown} ({size:.1f} MiB)"
+        return f"{self.path.name} is not complete: no node's {place} has {shown} ({size:.1f} MiB)"
 
 
 def published(run_dir: Path, coordinator: Coordinator) -> list[Path]:

@@ -181,7 +181,7 @@ class _Loading:
         names = [name for name in self._manifest.files if self._located.source_domain(name) == domain]
         with self._timing(REST):
             rest = numbers.not_in(verified, self.files, names)
-            self.outcome.damage += verify_share(self.files, names, rest, self._coordinator)
+            self.outcome.damage += verify_share(self.files, names, rest, self._coordinator).values()
         return self.outcome
 
     def apply(self, seed: int) -> _Outcome:

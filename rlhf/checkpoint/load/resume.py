@@ -12,10 +12,9 @@ from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.commit.removal import set_aside
 from rlhf.checkpoint.load.compatibility import check_compatible
-from rlhf.checkpoint.load.from_memory import MemoryPlace, Stale, locate_snapshot
+from rlhf.checkpoint.load.from_memory import HistoryPlace, MemoryPlace, Stale, locate_snapshot
 from rlhf.checkpoint.load.locations import FileLocations, locate_files, published, reject_lost
 from rlhf.checkpoint.load.restoring import LoadResult, load_state
-from rlhf.checkpoint.load.verification import damage_of
 from rlhf.checkpoint.state.run_state import RunState
 from rlhf.config.compare import NEW_RUN, ResolvedConfig
 from rlhf.config.schema.checkpoint import CheckpointConfig
@@ -23,7 +22,7 @@ from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.disk_errors import DamagedCheckpoint, OtherFormat
-from rlhf.storage.layout import CONFIG, INDEX, SCHEDULE, set_aside_dirs, step_of
+from rlhf.storage.layout import CONFIG, HISTORY, INDEX, SCHEDULE, set_aside_dirs, step_of
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -81,7 +80,8 @@ def restore(
             log.warning("%s: the run continues without its %s, %s.", located.path, " and ".join(left_out), why)
         return load_state(located, state, wanted, trainer.seed, ranks, changed)
 
-    snapshots = None if memory is None else _Snapshots(memory, run_dir, state.driver.total_steps)
+    history = HistoryPlace(run_dir / HISTORY, on_own_disk=len(coordinator.domain_leaders) > 1)
+    snapshots = None if memory is None else _Snapshots(memory, history, state.driver.total_steps)
     return _with_newest_intact(run_dir, source, coordinator, attempt, snapshots)
 
 
@@ -98,19 +98,14 @@ class _Snapshots:
     """The snapshots in memory that a resume tries, except snapshots of steps after `last_step`, the run's last step."""
 
     place: MemoryPlace
-    run_dir: Path
+    history: HistoryPlace
     last_step: int
 
     def attempt(self, path: Path, attempt: Callable[[FileLocations, Coordinator], T]) -> T | None:
         """Return the result of `attempt`, or None if the snapshot is damaged or stale. Collective."""
         ranks = self.place.coordinator
         try:
-            located = locate_snapshot(path, self.place, self.run_dir, self.last_step)
-            # Promise 4. Read all bytes before the attempt, which overwrites the state: if no older state is left, the
-            # run begins at step 0 with its initial state.
-            own = sorted(located.by_domain.get(ranks.domain, ()))
-            if problems := damage_of(located, own, ranks):
-                raise DamagedCheckpoint("; ".join(problems))
+            located = locate_snapshot(path, self.place, self.history, self.last_step)
         except (Stale, DamagedCheckpoint) as error:
             if ranks.is_leader:
                 log.warning("The snapshot in memory of step %s is not used: %s", step_of(path), error)

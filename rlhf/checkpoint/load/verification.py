@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -37,13 +38,13 @@ class BlockNumbers:
 
 def verify_share(
     files: CheckedFiles, names: Sequence[str], blocks: Sequence[tuple[str, int]], coordinator: Coordinator
-) -> list[str]:
+) -> dict[str, str]:
     """Verify this rank's share of the files `names` (existence and size) and of `blocks` (content).
 
     Return one line per damaged file. Every rank of a storage domain passes the same `names` and `blocks`.
     """
     peers = [rank for rank, domain in enumerate(coordinator.domains) if domain == coordinator.domain]
-    position, problems = peers.index(coordinator.rank), []
+    position, problems = peers.index(coordinator.rank), dict[str, str]()
     begin, end = (len(blocks) * n // len(peers) for n in (position, position + 1))
     share: dict[str, list[int]] = {name: [] for name in names[position :: len(peers)]}
     for name, block in blocks[begin:end]:
@@ -53,18 +54,47 @@ def verify_share(
             files.check_entry(name)
             files.verify_blocks(name, numbers)
         except DamagedCheckpoint as problem:
-            problems.append(str(problem))
+            problems[name] = str(problem)
     return problems
 
 
 def damage_of(located: FileLocations, names: Sequence[str], coordinator: Coordinator) -> list[str]:
     """Return one line per damaged file of a checkpoint. Each rank reads a share of `names`, the files to verify on its
     domain's disk. Collective."""
+    return coordinator.combine(
+        lambda: _damaged(located, names, coordinator),
+        lambda found: list(dict.fromkeys(chain(*(damaged.values() for damaged in found)))),
+    )
+
+
+def _damaged(located: FileLocations, names: Sequence[str], coordinator: Coordinator) -> dict[str, str]:
     files = CheckedFiles(located.path, located.manifest.files)
     blocks = [(name, block) for name in names for block in files.blocks(name)]
-    return coordinator.combine(
-        lambda: verify_share(files, names, blocks, coordinator), lambda found: list(dict.fromkeys(chain(*found)))
+    return verify_share(files, names, blocks, coordinator)
+
+
+def locate_intact(located: FileLocations, coordinator: Coordinator) -> FileLocations:
+    """Return `located` without damaged files, after reading all files of all domains. Collective.
+
+    Logs a damaged file of which another domain has an intact copy. Raises DamagedCheckpoint on every rank if a file has
+    no intact copy.
+    """
+    own = sorted(located.by_domain.get(coordinator.domain, ()))
+    damaged: dict[int, dict[str, str]] = {}
+    found = coordinator.everywhere(lambda: _damaged(located, own, coordinator))
+    for domain, lines in zip(coordinator.domains, found, strict=True):
+        damaged.setdefault(domain, {}).update(lines)
+    intact = replace(
+        located, by_domain={domain: names - damaged[domain].keys() for domain, names in located.by_domain.items()}
     )
+    if lost := set(intact.missing):
+        problems = [line for by_name in damaged.values() for name, line in by_name.items() if name in lost]
+        raise DamagedCheckpoint("; ".join(dict.fromkeys(problems)) or intact.missing_text("memory"))
+    for domain, by_name in damaged.items():
+        if by_name and coordinator.is_leader:
+            text = "%s is damaged on the node of rank %d: %s. The copy of another node is used."
+            log.warning(text, located.path, domain, "; ".join(by_name.values()))
+    return intact
 
 
 def newest_usable(run_dir: Path, coordinator: Coordinator) -> Path | None:

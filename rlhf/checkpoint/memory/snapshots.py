@@ -1,7 +1,8 @@
 """Publishes a snapshot of the state in the nodes' memory every `checkpoint.memory.freq` steps.
 
 A snapshot is a checkpoint in a folder on a tmpfs, which outlives the ranks: the same protocol writes it, and a resume
-reads it like a checkpoint. tmpfs ignores syncs. A power cut loses the folder, so no snapshot counts as saved.
+reads it like a checkpoint. tmpfs ignores syncs. A power cut loses the folder, so no snapshot counts as saved. With
+`checkpoint.memory.replicas`, other nodes store copies of a node's part.
 """
 
 import logging
@@ -19,6 +20,7 @@ from rlhf.checkpoint.commit.retention import remove_checkpoints
 from rlhf.checkpoint.load.from_memory import MemoryPlace
 from rlhf.checkpoint.save.background import SaveInFlight
 from rlhf.checkpoint.save.host_memory import check_memory
+from rlhf.checkpoint.save.node_copies import copied_to
 from rlhf.checkpoint.save.pending import begin_checkpoint
 from rlhf.checkpoint.save.snapshot import take_snapshot
 from rlhf.checkpoint.save.staging import Stager
@@ -29,7 +31,7 @@ from rlhf.config.schema.checkpoint import STATE, CheckpointConfig
 from rlhf.errors import UserError
 from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.ranks.memory_folder import SNAPSHOTS, check_room, make_folder, memory_folder
+from rlhf.ranks.memory_folder import SNAPSHOTS, check_room, copies_text, less_memory, make_folder, memory_folder
 from rlhf.ranks.transport import LostPeer
 from rlhf.storage.disk_errors import SaveFailed
 from rlhf.storage.layout import scan, step_of
@@ -63,6 +65,7 @@ class MemorySnapshots:
         folder = memory_folder(settings.memory.dir, run_dir, state.driver.run_id)
         coordinator.everywhere(lambda: make_folder(folder))
         self.place = MemoryPlace(folder, coordinator.with_domains(find_domains(folder, coordinator)))
+        self._check_nodes()
         self._background = self.place.coordinator.duplicate(timedelta(seconds=settings.timeout_s))
         self._stager, self._deleter = Stager("checkpoint.memory.freq=0"), Deleter()
         self._in_flight: SaveInFlight | None = None
@@ -71,20 +74,30 @@ class MemorySnapshots:
         self._blocked_s, self._waited_s, self._failures = 0.0, 0.0, 0
         self._result: SaveResult | None = None
 
+    def _check_nodes(self) -> None:
+        nodes, replicas = len(self.place.coordinator.domain_leaders), self._memory.replicas
+        if replicas >= nodes:
+            raise UserError(
+                f"checkpoint.memory.replicas={replicas}: copies are in the memory of other nodes, and the ranks see "
+                f"{nodes} different folder{'s' if nodes > 1 else ''} {self.place.folder.parent}. Set "
+                f"checkpoint.memory.replicas={nodes - 1}, or checkpoint.memory.dir to a folder of each node's own."
+            )
+
     def check_room(self) -> None:
         """Raise UserError on every rank if a node lacks memory for the snapshots. Call before the first snapshot."""
-        ranks, size = self.place.coordinator, self._state.copied_bytes(STATE)
-        sizes = ranks.all_gather(size)
-        here = sum(own for own, domain in zip(sizes, ranks.domains, strict=True) if domain == ranks.domain)
+        ranks, size, replicas = self.place.coordinator, self._state.copied_bytes(STATE), self._memory.replicas
+        here = 0
+        for own, node in zip(ranks.all_gather(size), ranks.domains, strict=True):
+            here += own * (ranks.domain in (node, *copied_to(node, ranks.domain_leaders, replicas)))
         needed = (SNAPSHOTS + 1) * here
-        ranks.on_domain_leaders(lambda: check_room(self._memory.dir, self._run_dir, needed))
+        ranks.on_domain_leaders(lambda: check_room(self._memory.dir, self._run_dir, needed, replicas))
         existing = sum(1 for _ in scan(self.place.folder))
-        copies = 1 + max(1, SNAPSHOTS + 1 - existing)
+        written = max(1, SNAPSHOTS + 1 - existing) * here if ranks.leads_domain else 0
         reason = (
-            f"checkpoint.memory.freq={self._memory.freq}: for {SNAPSHOTS} snapshots, the snapshot being written, and "
-            "the copy of the state from which it is written"
+            f"checkpoint.memory.freq={self._memory.freq}: for {SNAPSHOTS} snapshots, the snapshot being written"
+            f"{copies_text(replicas)} and the copy of the state from which it is written"
         )
-        check_memory(copies * size, ranks, reason, "checkpoint.memory.freq=0")
+        check_memory(size + written, ranks, reason, less_memory(replicas))
 
     def tidy(self) -> None:
         """Complete an interrupted publication, and remove leftovers of killed snapshots."""
@@ -139,7 +152,7 @@ class MemorySnapshots:
 
         def write() -> SaveResult:
             arguments = self.place.folder, self._identity, self._background, self._settings, self._deleter, pending
-            result = write_checkpoint(staged, *arguments)
+            result = write_checkpoint(staged, *arguments, copies=self._memory.replicas)
             return replace(result, seconds=time.monotonic() - started)
 
         self._in_flight = SaveInFlight(step, updated_at, self._settings.timeout_s, name="memory")

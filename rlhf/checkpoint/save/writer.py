@@ -16,9 +16,10 @@ from pathlib import Path
 from rlhf.checkpoint.commit import retention
 from rlhf.checkpoint.commit.deleter import Deleter
 from rlhf.checkpoint.commit.identity import Identity
-from rlhf.checkpoint.commit.manifest import Manifest, describe
+from rlhf.checkpoint.commit.manifest import DOMAINS, Manifest, describe
 from rlhf.checkpoint.commit.publication import abort_save, publish
 from rlhf.checkpoint.save.disk_space import make_room
+from rlhf.checkpoint.save.node_copies import copied_to, copy_to_nodes, with_copies
 from rlhf.checkpoint.save.pending import Entries, PendingCheckpoint, begin_checkpoint, over_domains
 from rlhf.checkpoint.save.snapshot import Snapshot
 from rlhf.checkpoint.state.throughput import Throughput, throughput_metrics
@@ -67,8 +68,11 @@ def write_checkpoint(
     deleter: Deleter,
     pending: PendingCheckpoint | None = None,
     cancel_copy: Callable[[], None] = lambda: None,
+    copies: int = 0,
 ) -> SaveResult:
     """Commit `snapshot` (begun as `pending`) as `run_dir/global_step_N` and apply retention. Collective.
+
+    Also store each storage domain's files in `copies` other domains.
 
     Raises SaveFailed on every rank when any rank fails. Then the leaders remove the incomplete checkpoint. Earlier
     checkpoints are unchanged, but `make_room` may have removed those that retention would remove. Raises LostPeer if a
@@ -79,7 +83,7 @@ def write_checkpoint(
     root = pending.root
     try:
         snapshot = _with_shared_files(snapshot, coordinator)
-        needed = _needed(snapshot, pending.linked, coordinator)
+        needed = _needed(snapshot, pending.linked, copies, coordinator)
         find_victims = partial(retention.victims, run_dir, settings, snapshot.step, coordinator, snapshot.metrics)
         make_room(run_dir, needed, find_victims, deleter, settings.timeout_s / 2, coordinator, cancel_copy)
         ranks = coordinator.collect(lambda: _write_files(root, snapshot, pending.linked, coordinator.rank))
@@ -90,6 +94,8 @@ def write_checkpoint(
             lambda: complete(run_dir, snapshot, identity, pending, ranks or [], coordinator)
         )
         coordinator.on_domain_leaders(lambda: _write_indices(root, commit))
+        if copies:
+            commit = _copied(root, commit, copies, coordinator)
         total_bytes, by_part = coordinator.broadcast(None if commit is None else commit.throughput)
     except Exception as error:
         # Promise 8.
@@ -99,17 +105,19 @@ def write_checkpoint(
     return SaveResult(path, total_bytes, time.monotonic() - started, by_part)
 
 
-def _needed(snapshot: Snapshot, linked: Collection[str], coordinator: Coordinator) -> int:
+def _needed(snapshot: Snapshot, linked: Collection[str], copies: int, coordinator: Coordinator) -> int:
     """Return the bytes that the save needs on the disk of this rank's domain; 0 on ranks that do not lead a domain.
     Collective."""
+    nodes = coordinator.domain_leaders
     exported = sum(export.plan.weights_bytes for export in snapshot.exports.values()) if coordinator.is_leader else 0
     sizes = coordinator.collect(lambda: (snapshot.nbytes(linked) + exported, snapshot.index_rows(linked))) or []
 
     def by_domain() -> Counter[int]:
         everywhere = sum(rows for _, rows in sizes) * ROW_BYTES + len(sizes) * RANK_BYTES + SLACK_BYTES
-        needed = Counter(dict.fromkeys(coordinator.domain_leaders, everywhere))
+        needed = Counter(dict.fromkeys(nodes, everywhere))
         for domain, (size, _) in zip(coordinator.domains, sizes, strict=True):
-            needed[domain] += size
+            for holder in (domain, *copied_to(domain, nodes, copies)):
+                needed[holder] += size
         return needed
 
     needed = coordinator.send_to_domain_leaders(by_domain)
@@ -233,6 +241,16 @@ def _manifest(
         linked={folder: source.name if source.parent == run_dir else str(source) for folder, source in sources},
         metrics=snapshot.metrics,
     )
+
+
+def _copied(root: Path, commit: Commit | None, copies: int, coordinator: Coordinator) -> Commit | None:
+    """Copy the files of each domain to other domains. Return the leaders' `commit` with the copies in its manifest."""
+    own = {} if commit is None else {name: e for name, e in commit.manifest.files.items() if DOMAINS in e}
+    copy_to_nodes(root, coordinator.broadcast(own), copies, coordinator)
+    if commit is None:
+        return None
+    files = with_copies(commit.manifest.files, coordinator.domain_leaders, copies)
+    return replace(commit, manifest=replace(commit.manifest, files=files))
 
 
 def _write_indices(root: Path, commit: Commit | None) -> None:

@@ -79,7 +79,8 @@ def _retention(config: Config) -> Iterator[str]:
 def _memory(config: Config) -> Iterator[str]:
     memory = config.checkpoint.memory
     if not memory.freq:
-        yield from without_effect(config, ["checkpoint.memory.dir"], "checkpoint.memory.freq=1", 0)
+        keys = ["checkpoint.memory.dir", "checkpoint.memory.replicas"]
+        yield from without_effect(config, keys, "checkpoint.memory.freq=1", 0)
     elif not memory.dir.startswith("/"):
         yield f"checkpoint.memory.dir={memory.dir!r}: must be an absolute path, such as /dev/shm."
 

@@ -94,6 +94,7 @@ def validate(
             problems += [*missing_engine(config), *missing_backend(config), *missing_peft(config)]
         problems += model_problems(config, exist=models and on_one_machine(environ))
         problems += _ranks(config, environ)
+        problems += _memory_replicas(config, environ)
     if problems:
         raise UserError("\n".join(problems))
 
@@ -175,6 +176,27 @@ def number_of_ranks(config: Config, environ: Mapping[str, str] = os.environ) -> 
     if config.trainer.nnodes > 1:
         return config.trainer.nnodes * config.trainer.ranks, "trainer.nnodes times trainer.nproc"
     return config.trainer.ranks, "trainer.nproc"
+
+
+def number_of_nodes(config: Config, environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of machines of the run, as torchrun has started it or as `trainer.nnodes` says."""
+    if "RANK" in environ and "LOCAL_WORLD_SIZE" in environ:
+        return math.ceil(int(environ["WORLD_SIZE"]) / int(environ["LOCAL_WORLD_SIZE"]))
+    return config.trainer.nnodes
+
+
+def _memory_replicas(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
+    memory, nodes = config.checkpoint.memory, number_of_nodes(config, environ)
+    if memory.freq and memory.replicas >= nodes > 1:
+        yield (
+            f"checkpoint.memory.replicas={memory.replicas}: the run has {nodes} nodes, and copies are on other nodes. "
+            f"Set it to at most {nodes - 1}."
+        )
+    elif memory.freq and memory.replicas and nodes == 1:
+        yield (
+            f"checkpoint.memory.replicas={memory.replicas}: copies are in the memory of other nodes, and the run has "
+            "one node. Set checkpoint.memory.replicas=0, or trainer.nnodes to the number of nodes."
+        )
 
 
 def _ranks(config: Config, environ: Mapping[str, str]) -> Iterator[str]:

@@ -18,6 +18,9 @@ class MemoryConfig:
     takes none."""
     dir: str = setting("/dev/shm", resume="harmless")
     """Folder on a tmpfs for the snapshots."""
+    replicas: int = setting(0, ge=0, resume="harmless")
+    """Number of other nodes that also store each node's part of a snapshot in memory: a restart needs the memory of all
+    nodes except this many."""
 
 
 @dataclass
