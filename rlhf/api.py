@@ -115,7 +115,7 @@ def is_rank() -> bool:
 
 
 def start(config: Config, recipes: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
-    """Supervise the run, or run one rank under torchrun. Return an exit code of `rlhf.errors`.
+    """Supervise the run, give it to Ray, or run one rank of another launcher. Return an exit code of `rlhf.errors`.
 
     The supervisor calls `callbacks` after the functions of `trainer.callbacks`.
 
@@ -133,10 +133,18 @@ def start(config: Config, recipes: Sequence[str], callbacks: Sequence[Callback] 
         from rlhf.worker import main_under_torchrun
 
         return main_under_torchrun(config, text)
+    if config.launcher.name == "ray":
+        if callbacks:
+            raise UserError("callbacks: they run in the supervisor, which launcher=ray replaces. Give callbacks=[].")
+        check_files(config)
+        from rlhf.launch.ray.driver import run_on_ray
+
+        return run_on_ray(config, recipes)
     if config.trainer.nnodes > 1:
         raise UserError(
-            f"trainer.nnodes={config.trainer.nnodes}: this command starts the ranks of one machine only. Give the same "
-            "settings to python -m rlhf.launch.slurm or rlhf.launch.kubernetes, or start torchrun on each machine."
+            f"trainer.nnodes={config.trainer.nnodes}: this command starts the ranks of one machine only. Set "
+            "launcher=ray, give the same settings to python -m rlhf.launch.slurm or rlhf.launch.kubernetes, or start "
+            "torchrun on each machine."
         )
     from rlhf.launch.supervisor import supervise
 

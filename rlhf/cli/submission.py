@@ -43,6 +43,8 @@ def checked_runs(
         runs = [CheckedRun(each.config, each.overrides) for each in plan(overrides, library, machine)]
     else:
         runs = [CheckedRun(validated(overrides, library, machine=machine), tuple(overrides))]
+    if any(run.config.launcher.name != "local" for run in runs):
+        raise UserError("launcher.name=ray: SLURM starts the ranks of this job. Remove launcher=ray.")
     sizes = {(run.config.trainer.nnodes, run.config.trainer.nproc, run.config.trainer.device) for run in runs}
     if len(sizes) > 1:
         raise UserError(

@@ -12,6 +12,7 @@ from rlhf.config.schema.data import DataConfig, ReasoningGymConfig
 from rlhf.config.schema.env import EnvConfig
 from rlhf.config.schema.fsdp import FrozenFsdpConfig, TrainedFsdpConfig
 from rlhf.config.schema.guards import GuardsConfig
+from rlhf.config.schema.launcher import LauncherConfig
 from rlhf.config.schema.lora import LoraConfig
 from rlhf.config.schema.model import ModelConfig
 from rlhf.config.schema.optim import OptimConfig
@@ -40,6 +41,7 @@ class Config:
     """The whole resolved configuration of a run."""
 
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

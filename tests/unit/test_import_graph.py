@@ -17,7 +17,7 @@ PACKAGE = Path(rlhf.__file__).parent
 STOREYS = (
     {
         *("__main__", "train", "evaluate", "samples", "plan", "compare", "report", "status", "doctor", "translate"),
-        *("checkpoint.__main__", "launch.kubernetes.__main__", "launch.slurm.__main__"),
+        *("checkpoint.__main__", "launch.kubernetes.__main__", "launch.ray.rank", "launch.slurm.__main__"),
     },
     {"convert"},
     {"api", "cli"},
@@ -54,6 +54,7 @@ MAY_IMPORT_CHECKPOINT = {"loop", "worker", "lifecycle", "assemble", "evaluate", 
 COMMANDS_IN_ROOMS = {
     "rlhf.checkpoint.__main__",
     "rlhf.launch.kubernetes.__main__",
+    "rlhf.launch.ray.rank",
     "rlhf.launch.slurm.__main__",
 }
 """Thin commands whose files are in a room's folder, but which may import from the rooms above it."""
@@ -73,6 +74,7 @@ MAY_SEE_THE_WHOLE_CONFIG = {
     "rlhf.evaluate.target_settings",
     "rlhf.evaluate.results",
     "rlhf.launch.banner",
+    "rlhf.launch.ray.driver",
     "rlhf.launch.supervisor",
     "rlhf.lifecycle",
     "rlhf.planning.check",
@@ -89,6 +91,7 @@ TWINS: dict[str, set[str]] = {
     "actor.py": {"config/schema", "learning"},
     "critic.py": {"config/schema", "learning"},
     "guards.py": {"config/schema", "learning"},
+    "launcher.py": {"config/schema", "ranks"},
     "reward_model.py": {"config/schema", "reward"},
     "plan.py": {".", "cli"},
     "compare.py": {".", "cli", "config"},

@@ -14,6 +14,7 @@ from rlhf.config.rules.algorithm_rules import algorithm_problems, correction_pro
 from rlhf.config.rules.backend_rules import backend_problems, missing_backend
 from rlhf.config.rules.checkpoint_rules import checkpoint_problems
 from rlhf.config.rules.env_rules import env_problems
+from rlhf.config.rules.launcher_rules import launcher_problems, missing_ray
 from rlhf.config.rules.learning_rules import kl_problems, loss_problems, optimizer_problems
 from rlhf.config.rules.lora_rules import lora_problems, missing_peft
 from rlhf.config.rules.path_rules import (
@@ -91,9 +92,9 @@ def validate(
             problems += check(config)
         problems += resume_problems(config, exists=models)
         if here:
-            problems += [*missing_engine(config), *missing_backend(config), *missing_peft(config)]
+            problems += [*missing_engine(config), *missing_backend(config), *missing_peft(config), *missing_ray(config)]
         problems += model_problems(config, exist=models and on_one_machine(environ))
-        problems += _ranks(config, environ)
+        problems += [*_ranks(config, environ), *launcher_problems(config, environ)]
         problems += _memory_replicas(config, environ)
     if problems:
         raise UserError("\n".join(problems))
@@ -218,6 +219,15 @@ def _ranks(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
             f"half of the ranks ({source}={ranks}) would have nothing to train on: {remedy}, or use at most "
             f"{2 * mini * n} ranks."
         )
+    yield from _indivisible(config, ranks, source)
+    if config.launcher.name == "ray":
+        for nodes in config.launcher.node_counts(nnodes)[:-1]:
+            source = f"launcher.min_nodes={config.launcher.min_nodes} allows {nodes} times trainer.nproc"
+            yield from _indivisible(config, nodes * config.trainer.ranks, source)
+
+
+def _indivisible(config: Config, ranks: int, source: str) -> Iterator[str]:
+    """Yield one line per setting that does not divide the number of ranks, which `source` sets."""
     divisors = {"backend.dp_replicate": config.backend.replicas}
     if config.rollout.name == "vllm":
         divisors["rollout.tensor_model_parallel_size"] = config.rollout.tensor_model_parallel_size

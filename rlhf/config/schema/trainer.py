@@ -18,8 +18,8 @@ class TrainerConfig:
     """Ranks on this machine; null means one per GPU that `rollout=vllm_server` does not use, or 1 on a CPU.
     Checkpoints are exact across values; later steps are bit-identical only with the same `nproc`."""
     nnodes: int = setting(1, ge=1, resume="harmless")
-    """Machines, each with `nproc` ranks. `python -m rlhf.launch.slurm` and `rlhf.launch.kubernetes` start them all,
-    `python -m rlhf.train` starts one, and torchrun counts its machines itself."""
+    """Machines, each with `nproc` ranks. `launcher=ray`, `python -m rlhf.launch.slurm` and `rlhf.launch.kubernetes` start
+    them all, `launcher=local` starts one, and torchrun counts its machines itself."""
     device: str = setting("auto", choices=("auto", "cpu", "cuda"), resume="harmless")
     """`auto` means CUDA if a device is visible."""
     threads_per_rank: int | None = setting(None, ge=1, resume="harmless")
@@ -62,7 +62,7 @@ class TrainerConfig:
     """Resume even if settings that change the trajectory differ from the checkpoint's."""
     overwrite: bool = setting(False, resume="start")
     """Delete the content of the run directory and start a new run, each time the command is given. Restarts by the
-    supervisor or torchrun delete nothing."""
+    supervisor, torchrun or Ray delete nothing."""
     logger: list[str] = setting([], resume="harmless")
     """Trackers besides the console and metrics.jsonl: `wandb`, `tensorboard`, `mlflow`."""
     callbacks: list[str] = setting([], resume="harmless")
@@ -87,8 +87,7 @@ class TrainerConfig:
     """Seconds to wait for another rank during training; after that the attempt fails and restarts. For saves, see
     `checkpoint.timeout_s`."""
     watchdog: bool = setting(True, resume="harmless")
-    """End an attempt whose ranks make no progress and log their stacks; the supervisor or torchrun restarts the
-    ranks."""
+    """End an attempt whose ranks make no progress and log their stacks; the launcher restarts the ranks."""
     watchdog_timeout_s: float | None = setting(None, gt=0, resume="harmless")
     """Longest time in seconds in one phase of the loop; null means 5 times the longest seen, at least 300."""
     watchdog_first_timeout_s: float = setting(3600.0, gt=0, resume="harmless")

@@ -1,0 +1,184 @@
+"""Runs the ranks of one machine in a worker of Ray. Ray calls `run_node` in a thread of the worker."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
+from rlhf.launch.evidence import furthest_step
+from rlhf.launch.ray.endings import RanksEnded, code_of, in_words
+from rlhf.ranks.parent import PARENT_PID
+from rlhf.ranks.status import RankStatus, read_statuses
+from rlhf.ranks.world import LOCAL_WORLD_SIZE, STORE_FD
+
+PEERS_S = 5.0
+"""Seconds that a crash waits for the other ranks' exit codes: a rank may have crashed because its peer left with a
+user's mistake."""
+_LOOK_S = 0.2
+_ASK_S = 2.0
+_MODULE = "rlhf.launch.ray.rank"
+_DEVICES = "_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class NodeJob:
+    """What each machine runs, as the driver sends it."""
+
+    config: str
+    """The resolved configuration as YAML, with secrets as references to environment variables."""
+    recipes: tuple[str, ...]
+    nproc: int
+    run_dir: Path
+    folder: Path
+    """The user's working directory."""
+    environment: Mapping[str, str]
+    """The driver's environment, which the ranks get as with srun."""
+    grace_s: float
+    """Seconds between a request to stop and SIGKILL."""
+    stop_requested: Callable[[], bool]
+    """Asks whether the driver was asked to stop."""
+
+
+class StopNotices:
+    """Learns that the ranks must save and leave: from the driver, or because Ray announces the loss of a machine."""
+
+    def __init__(self, job: NodeJob) -> None:
+        self._job, self._asked_at = job, 0.0
+        self.leaves = self.stops = False
+
+    def look(self) -> bool:
+        """Return whether the ranks must leave. Ask at most every two seconds."""
+        if not (self.leaves or self.stops) and time.monotonic() - self._asked_at >= _ASK_S:
+            self._asked_at = time.monotonic()
+            self.leaves = _loses_a_machine()
+            self.stops = self._job.stop_requested()
+        return self.leaves or self.stops
+
+
+def _loses_a_machine() -> bool:
+    """Return whether Ray has announced that a machine of the run goes away.
+
+    `ray.train.get_preemption_info` returns the same fact, but waits for the call of every worker, and a worker whose
+    ranks have ended calls no more.
+    """
+    from ray.train.v2._internal.execution.context import get_train_context
+
+    return get_train_context().preemption_context.preemption_info is not None
+
+
+def run_node(job: NodeJob) -> None:
+    """Start `job.nproc` ranks and wait for their end. Collective over the workers.
+
+    Raises:
+        RanksEnded: the ranks did not finish the run.
+    """
+    import ray.train
+    import ray.train.collective
+
+    context = ray.train.get_context()
+    node, nodes = context.get_world_rank(), context.get_world_size()
+    listener = socket.create_server((ray.util.get_node_ip_address(), 0)) if node == 0 else None
+    address = ray.train.collective.broadcast_from_rank_zero(listener.getsockname()[:2] if listener else None)
+    if not job.folder.is_dir():
+        message = f"The working directory {job.folder} is missing on a machine. Start in a folder that all share."
+        raise RanksEnded(EXIT_USER_ERROR, None, False, message)
+    ranks: dict[int, subprocess.Popen[Any]] = {}
+    notices = StopNotices(job)
+    try:
+        for local in range(job.nproc):
+            rank = node * job.nproc + local
+            variables = _variables(job, rank, nodes * job.nproc, address)
+            ranks[rank] = _start(job, variables, listener if rank == 0 else None)
+        codes = _wait(ranks, notices, job.grace_s)
+    finally:
+        _signal(ranks, signal.SIGKILL)
+        if listener is not None:
+            listener.close()
+    code = code_of(codes.values(), job.nproc, stopped=notices.leaves or notices.stops)
+    if code != EXIT_DONE:
+        statuses = {rank: status for rank, status in read_statuses(job.run_dir).items() if rank in ranks}
+        raise RanksEnded(code, furthest_step(statuses), notices.leaves, _message(code, codes, statuses))
+
+
+def _variables(job: NodeJob, rank: int, world_size: int, address: tuple[str, int]) -> dict[str, str]:
+    """Return torchrun's variables for a rank, and this worker's devices in place of the driver's."""
+    kept = {name: value for name, value in job.environment.items() if not name.endswith(_DEVICES)}
+    devices = {name: value for name, value in os.environ.items() if name.endswith(_DEVICES)}
+    return {
+        **kept,
+        **devices,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % job.nproc),
+        "WORLD_SIZE": str(world_size),
+        LOCAL_WORLD_SIZE: str(job.nproc),
+        "MASTER_ADDR": address[0],
+        "MASTER_PORT": str(address[1]),
+        PARENT_PID: str(os.getpid()),
+    }
+
+
+def _start(job: NodeJob, variables: dict[str, str], listener: socket.socket | None) -> "subprocess.Popen[Any]":
+    """Start a rank, which dies with this worker and writes its output into the worker's log."""
+    if listener is not None:
+        variables[STORE_FD] = str(listener.fileno())
+    process = subprocess.Popen(
+        [sys.executable, "-m", _MODULE],
+        cwd=job.folder,
+        env=variables,
+        stdin=subprocess.PIPE,
+        pass_fds=[] if listener is None else [listener.fileno()],
+        start_new_session=True,
+        text=True,
+    )
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin:  # a rank that dies at once is found later
+        json.dump({"config": job.config, "recipes": job.recipes}, process.stdin)
+    return process
+
+
+def _wait(ranks: Mapping[int, "subprocess.Popen[Any]"], notices: StopNotices, grace_s: float) -> dict[int, int]:
+    """Return the exit codes of the ranks, once all have ended, one has failed, or `grace_s` after a stop is over."""
+    failed_at = stopped_at = None
+    while True:
+        codes = {rank: code for rank, process in ranks.items() if (code := process.poll()) is not None}
+        now = time.monotonic()
+        failed = [code for code in codes.values() if code not in (EXIT_DONE, EXIT_REQUEUE)]
+        # A signal is no consequence of a peer's end, so it needs no wait for the peers.
+        if EXIT_USER_ERROR in failed or any(code < 0 for code in failed):
+            return codes
+        failed_at = failed_at or (now if failed else None)
+        if failed_at is not None and now - failed_at > PEERS_S:
+            return codes
+        if not failed and len(codes) == len(ranks):
+            return codes
+        if stopped_at is None and notices.look():
+            stopped_at = now
+            _signal(ranks, signal.SIGTERM)
+        if stopped_at is not None and now - stopped_at > grace_s:
+            return codes
+        time.sleep(_LOOK_S)
+
+
+def _signal(ranks: Mapping[int, "subprocess.Popen[Any]"], number: signal.Signals) -> None:
+    for process in ranks.values():
+        if process.poll() is None:
+            process.send_signal(number)
+
+
+def _message(code: int, codes: Mapping[int, int], statuses: Mapping[int, RankStatus]) -> str:
+    """Return the message of the rank whose exit code decided, or how the ranks of this machine ended."""
+    for rank in codes:
+        status = statuses.get(rank)
+        if codes[rank] == code and status is not None and status.error is not None:
+            return status.error.message
+    ended = [in_words(rank, end) for rank, end in codes.items() if end != EXIT_DONE]
+    return f"{', '.join(ended) or 'the ranks were killed'} on {socket.gethostname()}; see the messages above"
