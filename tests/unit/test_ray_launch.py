@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
 from rlhf.launch.ray import node
 from rlhf.launch.ray.endings import Endings, RanksEnded, RunEnds, code_of
 from rlhf.planning.device_defaults import Machine
+from tests.support.launching import ROOT
 from tests.support.refusals import says, user_error
 
 FOLDER = Path(__file__).parent
@@ -77,7 +79,7 @@ def test_callbacks_from_python_have_no_supervisor():
 
 def test_slurm_and_ray_do_not_both_launch(monkeypatch):
     monkeypatch.setattr("rlhf.config.rules.validate.missing_ray", lambda config: [])  # as where Ray is installed
-    machine = Machine(1, None)
+    machine = Machine(0, None)
     says(user_error(lambda: checked_runs(["launcher=ray"], None, machine)), "launcher.name=ray", "SLURM", "Remove")
 
 
@@ -150,8 +152,12 @@ class Notices:
         return self._leave
 
 
-def ranks(*programs: str) -> dict[int, subprocess.Popen]:
-    return {rank: subprocess.Popen([sys.executable, "-c", program]) for rank, program in enumerate(programs)}
+def ranks(*programs: str) -> dict[int, node.RankProcess]:
+    made = {}
+    for rank, program in enumerate(programs):
+        process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+        made[rank] = node.RankProcess(process, process.stderr)
+    return made
 
 
 SLEEPS, LEAVES = "import time; time.sleep(60)", "import os; os._exit({})"
@@ -163,11 +169,21 @@ def test_a_crash_waits_for_the_mistake_of_a_peer():
     assert node._wait(made, Notices(), 60) == {0: 1, 1: 2}
 
 
+def test_the_message_of_a_mistake_is_what_the_rank_wrote_last(capfd):
+    program = "import os, sys; sys.stderr.write('12:00:00 rank 0: error: data=x\\nSet data.\\n'); os._exit(2)"
+    made = ranks(program, LEAVES.format(1))
+    made[1].process.wait()
+    codes = {0: made[0].process.wait(), 1: 1}
+    assert node._message(EXIT_USER_ERROR, codes, made, {}) == "data=x\nSet data."
+    assert "rank 0: error: data=x" in capfd.readouterr().err
+    says(node._message(EXIT_CRASHED, {1: -9}, made, {}), "rank 1 died with SIGKILL")
+
+
 def test_a_killed_rank_is_found_while_its_peers_run():
     made = ranks(SLEEPS, "import os; os.kill(os.getpid(), 9)")
     assert node._wait(made, Notices(), 60) == {1: -signal.SIGKILL}
     node._signal(made, signal.SIGKILL)
-    assert [process.wait() for process in made.values()] == [-signal.SIGKILL] * 2
+    assert [each.process.wait() for each in made.values()] == [-signal.SIGKILL] * 2
 
 
 def test_a_notice_lets_the_ranks_save_within_their_grace(monkeypatch):
@@ -182,7 +198,7 @@ def test_a_notice_lets_the_ranks_save_within_their_grace(monkeypatch):
 
     assert node._wait(made, Later(), 2.0) == {0: EXIT_REQUEUE}
     node._signal(made, signal.SIGKILL)
-    assert made[1].wait() == -signal.SIGKILL
+    assert made[1].process.wait() == -signal.SIGKILL
 
 
 def test_a_rank_has_the_commands_environment_but_rays_devices(monkeypatch):
@@ -196,3 +212,11 @@ def test_a_rank_has_the_commands_environment_but_rays_devices(monkeypatch):
     world = {name: found[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     assert world == {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
     assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("10.0.0.1", "29500")
+
+
+def test_the_commands_of_the_page_are_valid():
+    page = (ROOT / "docs" / "clusters.md").read_text().partition("## Ray")[2]
+    commands = re.findall(r"-m rlhf\.train ([^\n\"`]*launcher=ray[^\n\"`]*)", page)
+    assert len(commands) == 2
+    for command in commands:
+        validate(config(*command.split()), {}, here=False)

@@ -40,8 +40,8 @@ def run_on_ray(config: Config, recipes: Sequence[str]) -> int:
         ray.init(address=address, logging_level=logging.WARNING)
     except ConnectionError as error:
         raise UserError(
-            f"launcher.address={config.launcher.address}: no Ray cluster answers at {address} ({error}). Start one "
-            "with `ray start --head`, and `ray start --address=HOST:6379` on each other machine; or correct the address."
+            f"launcher.address={config.launcher.address}: no Ray cluster answers at {address} ({error}). Run "
+            "`ray start --head`, and `ray start --address=HOST:6379` on each other machine; or correct the address."
         ) from error
     try:
         # The folder is for files of Ray's controller, which runs on this machine.

@@ -6,14 +6,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO
 
-from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
+from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
 from rlhf.launch.evidence import furthest_step
 from rlhf.launch.ray.endings import RanksEnded, code_of, in_words
 from rlhf.ranks.parent import PARENT_PID
@@ -25,8 +26,12 @@ PEERS_S = 5.0
 user's mistake."""
 _LOOK_S = 0.2
 _ASK_S = 2.0
+_LAST_LINES_S = 2.0
+_LONGEST_ERROR = 50
 _MODULE = "rlhf.launch.ray.rank"
 _DEVICES = "_VISIBLE_DEVICES"
+_KINDS = {EXIT_USER_ERROR: "user", EXIT_REQUEUE: "unsaved", EXIT_CRASHED: "crash"}
+"""Kind of the error that a rank with this exit code leaves in its status file."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,30 @@ class StopNotices:
         return self.leaves or self.stops
 
 
+class RankProcess:
+    """A rank as a process, whose lines on stderr go to the worker's stderr. Keeps the last error among them."""
+
+    def __init__(self, process: "subprocess.Popen[str]", errors: IO[str]) -> None:
+        self.process, self._error = process, list[str]()
+        self._reader = threading.Thread(target=self._copy, args=(errors,), daemon=True)
+        self._reader.start()
+
+    def error(self) -> str | None:
+        """Return the text from the last `error:` on, once the rank has ended; None if there was none."""
+        self._reader.join(_LAST_LINES_S)
+        return "".join(self._error).strip() or None
+
+    def _copy(self, lines: IO[str]) -> None:
+        for line in lines:
+            sys.stderr.write(line)
+            sys.stderr.flush()
+            _, found, message = line.partition("error: ")
+            if found:
+                self._error = [message]
+            elif 0 < len(self._error) < _LONGEST_ERROR:
+                self._error.append(line)
+
+
 def _loses_a_machine() -> bool:
     """Return whether Ray has announced that a machine of the run goes away.
 
@@ -91,7 +120,7 @@ def run_node(job: NodeJob) -> None:
     if not job.folder.is_dir():
         message = f"The working directory {job.folder} is missing on a machine. Start in a folder that all share."
         raise RanksEnded(EXIT_USER_ERROR, None, False, message)
-    ranks: dict[int, subprocess.Popen[Any]] = {}
+    ranks: dict[int, RankProcess] = {}
     notices = StopNotices(job)
     try:
         for local in range(job.nproc):
@@ -106,7 +135,7 @@ def run_node(job: NodeJob) -> None:
     code = code_of(codes.values(), job.nproc, stopped=notices.leaves or notices.stops)
     if code != EXIT_DONE:
         statuses = {rank: status for rank, status in read_statuses(job.run_dir).items() if rank in ranks}
-        raise RanksEnded(code, furthest_step(statuses), notices.leaves, _message(code, codes, statuses))
+        raise RanksEnded(code, furthest_step(statuses), notices.leaves, _message(code, codes, ranks, statuses))
 
 
 def _variables(job: NodeJob, rank: int, world_size: int, address: tuple[str, int]) -> dict[str, str]:
@@ -126,8 +155,8 @@ def _variables(job: NodeJob, rank: int, world_size: int, address: tuple[str, int
     }
 
 
-def _start(job: NodeJob, variables: dict[str, str], listener: socket.socket | None) -> "subprocess.Popen[Any]":
-    """Start a rank, which dies with this worker and writes its output into the worker's log."""
+def _start(job: NodeJob, variables: dict[str, str], listener: socket.socket | None) -> RankProcess:
+    """Start a rank, which dies with this worker."""
     if listener is not None:
         variables[STORE_FD] = str(listener.fileno())
     process = subprocess.Popen(
@@ -135,21 +164,24 @@ def _start(job: NodeJob, variables: dict[str, str], listener: socket.socket | No
         cwd=job.folder,
         env=variables,
         stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         pass_fds=[] if listener is None else [listener.fileno()],
         start_new_session=True,
         text=True,
     )
     assert process.stdin is not None
+    assert process.stderr is not None
+    rank = RankProcess(process, process.stderr)
     with suppress(BrokenPipeError), process.stdin:  # a rank that dies at once is found later
         json.dump({"config": job.config, "recipes": job.recipes}, process.stdin)
-    return process
+    return rank
 
 
-def _wait(ranks: Mapping[int, "subprocess.Popen[Any]"], notices: StopNotices, grace_s: float) -> dict[int, int]:
+def _wait(ranks: Mapping[int, RankProcess], notices: StopNotices, grace_s: float) -> dict[int, int]:
     """Return the exit codes of the ranks, once all have ended, one has failed, or `grace_s` after a stop is over."""
     failed_at = stopped_at = None
     while True:
-        codes = {rank: code for rank, process in ranks.items() if (code := process.poll()) is not None}
+        codes = {rank: code for rank, each in ranks.items() if (code := each.process.poll()) is not None}
         now = time.monotonic()
         failed = [code for code in codes.values() if code not in (EXIT_DONE, EXIT_REQUEUE)]
         # A signal is no consequence of a peer's end, so it needs no wait for the peers.
@@ -168,17 +200,25 @@ def _wait(ranks: Mapping[int, "subprocess.Popen[Any]"], notices: StopNotices, gr
         time.sleep(_LOOK_S)
 
 
-def _signal(ranks: Mapping[int, "subprocess.Popen[Any]"], number: signal.Signals) -> None:
-    for process in ranks.values():
-        if process.poll() is None:
-            process.send_signal(number)
+def _signal(ranks: Mapping[int, RankProcess], number: signal.Signals) -> None:
+    for each in ranks.values():
+        if each.process.poll() is None:
+            each.process.send_signal(number)
 
 
-def _message(code: int, codes: Mapping[int, int], statuses: Mapping[int, RankStatus]) -> str:
+def _message(
+    code: int, codes: Mapping[int, int], ranks: Mapping[int, RankProcess], statuses: Mapping[int, RankStatus]
+) -> str:
     """Return the message of the rank whose exit code decided, or how the ranks of this machine ended."""
     for rank in codes:
-        status = statuses.get(rank)
-        if codes[rank] == code and status is not None and status.error is not None:
-            return status.error.message
+        if codes[rank] == code:
+            status = statuses.get(rank)
+            # An error of another kind is an earlier attempt's.
+            if status is not None and status.error is not None and status.error.kind == _KINDS[code]:
+                return status.error.message
+            if code == EXIT_USER_ERROR and (written := ranks[rank].error()) is not None:
+                return written
+    if code == EXIT_REQUEUE:
+        return "The ranks were asked to stop. The same command continues the run."
     ended = [in_words(rank, end) for rank, end in codes.items() if end != EXIT_DONE]
     return f"{', '.join(ended) or 'the ranks were killed'} on {socket.gethostname()}; see the messages above"
