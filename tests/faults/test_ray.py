@@ -79,7 +79,7 @@ def test_a_run_goes_on_with_one_node_after_the_other_is_lost(ray, sums, tmp_path
         "launcher.min_nodes=1",
         "launcher.start_timeout_s=20",
     ]
-    process = ray.start(arguments, hangs(tmp_path, ("update.before", 9, 0, "pause")), tmp_path / "log")
+    process = ray.start(arguments, hangs(tmp_path, ("update.before", 5, 0, "pause")), tmp_path / "log")
     wait_for(tmp_path / "hung_0")
     ray.do("lose")
     assert process.wait(DEADLINE_S) == EXIT_DONE, (tmp_path / "log").read_text()
