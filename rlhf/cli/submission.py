@@ -43,8 +43,8 @@ def checked_runs(
         runs = [CheckedRun(each.config, each.overrides) for each in plan(overrides, library, machine)]
     else:
         runs = [CheckedRun(validated(overrides, library, machine=machine), tuple(overrides))]
-    if any(run.config.launcher.name != "local" for run in runs):
-        raise UserError("launcher.name=ray: SLURM starts the ranks of this job. Remove launcher=ray.")
+    for run in runs:
+        _reject_ray(run.config)
     sizes = {(run.config.trainer.nnodes, run.config.trainer.nproc, run.config.trainer.device) for run in runs}
     if len(sizes) > 1:
         raise UserError(
@@ -58,6 +58,11 @@ def checked_runs(
             reject_callbacks(run.config)
         check_files(run.config)
     return [CheckedRun(run.config, (*extra, *_with_ranks(run))) for run in runs]
+
+
+def _reject_ray(config: Config) -> None:
+    if config.launcher.name == "ray":
+        raise UserError("launcher.name=ray: the scheduler starts the ranks of this job. Remove launcher=ray.")
 
 
 def _check_secrets(run: CheckedRun, remedy: str = "") -> None:
@@ -85,6 +90,7 @@ def checked_elsewhere(
     """
     config = compose_config(list(overrides), Library.find(config_dir), machine)
     validate(config, {}, here=False, models=False)
+    _reject_ray(config)
     if config.trainer.nnodes > 1:
         reject_callbacks(config)
     run = CheckedRun(config, tuple(overrides))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.api import start
-from rlhf.cli.submission import checked_runs
+from rlhf.cli.submission import checked_elsewhere, checked_runs
 from rlhf.compose import compose_config
 from rlhf.config import Config
 from rlhf.config.library import Library
@@ -77,10 +77,14 @@ def test_callbacks_from_python_have_no_supervisor():
     says(user_error(lambda: start(config("launcher=ray"), [], [print])), "callbacks", "launcher=ray")
 
 
-def test_slurm_and_ray_do_not_both_launch(monkeypatch):
+def test_another_scheduler_and_ray_do_not_both_launch(monkeypatch):
     monkeypatch.setattr("rlhf.config.rules.validate.missing_ray", lambda config: [])  # as where Ray is installed
     machine = Machine(0, None)
-    says(user_error(lambda: checked_runs(["launcher=ray"], None, machine)), "launcher.name=ray", "SLURM", "Remove")
+    for check in (
+        lambda: checked_runs(["launcher=ray"], None, machine),
+        lambda: checked_elsewhere(["launcher=ray"], None, machine, ""),
+    ):
+        says(user_error(check), "launcher.name=ray", "scheduler", "Remove")
 
 
 @pytest.mark.parametrize(

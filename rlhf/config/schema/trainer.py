@@ -18,8 +18,8 @@ class TrainerConfig:
     """Ranks on this machine; null means one per GPU that `rollout=vllm_server` does not use, or 1 on a CPU.
     Checkpoints are exact across values; later steps are bit-identical only with the same `nproc`."""
     nnodes: int = setting(1, ge=1, resume="harmless")
-    """Machines, each with `nproc` ranks. `launcher=ray`, `python -m rlhf.launch.slurm` and `rlhf.launch.kubernetes` start
-    them all, `launcher=local` starts one, and torchrun counts its machines itself."""
+    """Machines, each with `nproc` ranks. `launcher=ray`, `python -m rlhf.launch.slurm` and `rlhf.launch.kubernetes`
+    start them all, `launcher=local` starts one, and torchrun counts its machines itself."""
     device: str = setting("auto", choices=("auto", "cpu", "cuda"), resume="harmless")
     """`auto` means CUDA if a device is visible."""
     threads_per_rank: int | None = setting(None, ge=1, resume="harmless")

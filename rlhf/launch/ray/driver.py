@@ -31,6 +31,7 @@ def run_on_ray(config: Config, recipes: Sequence[str]) -> int:
         UserError: there is no cluster, or a rank found a user's mistake.
     """
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     configure_logging(who="ray")
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(config.launcher.start_timeout_s)
@@ -46,7 +47,9 @@ def run_on_ray(config: Config, recipes: Sequence[str]) -> int:
     try:
         # The folder is for files of Ray's controller, which runs on this machine.
         with tempfile.TemporaryDirectory(prefix="rlhf-ray-") as files, StopRequest() as stop:
-            requests = ray.remote(num_cpus=0)(_StopRequested).remote()
+            # On this machine, so that the loss of another machine does not take the actor away.
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            requests = ray.remote(num_cpus=0, scheduling_strategy=here)(_StopRequested).remote()
             fit = _Fit(_trainer(config, recipes, requests, files))
             fit.start()
             _wait(fit, stop, requests)
