@@ -68,7 +68,11 @@ def _reject_ray(config: Config) -> None:
 def _check_secrets(run: CheckedRun, remedy: str = "") -> None:
     """Raise UserError if an argument contains a secret. `remedy` is a sentence about the scheduler's own way."""
     for setting, (_, secret) in typed_secrets(run.config):
-        if any(secret in argument for argument in run.arguments):
+        # Compare names, too: an argument may contain the secret with escapes, or next to an interpolation.
+        names = [argument.partition("=")[0].lstrip("+") for argument in run.arguments]
+        if any(secret in argument for argument in run.arguments) or any(
+            f"{setting}.".startswith(f"{name}.") for name in names
+        ):
             raise UserError(
                 f"{setting} contains a secret, and the job's file would store it. Put the secret into an environment "
                 f"variable of the job, such as NAME, and write '${{oc.env:NAME}}' in its place.{remedy}"

@@ -15,7 +15,7 @@ from rlhf.diagnosis.node_checks import check_node
 from rlhf.diagnosis.store_transport import StoreTransport, open_store
 from rlhf.diagnosis.version_checks import SHOWN, installed_versions
 from rlhf.errors import UserError
-from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.coordinator import Coordinator, PeerError
 from rlhf.ranks.lock import lock_if_free
 from rlhf.ranks.parent import machine
 from rlhf.ranks.transport import LostPeer
@@ -50,6 +50,10 @@ def check_cluster(config: Config, node_deadline_s: float) -> tuple[list[CheckRes
         results.append(CheckResult("error", "nodes", text, ALL_NODES))
     except UserError as problem:
         results.append(CheckResult("error", "nodes", one_line(problem), ALL_NODES))
+    except (OSError, PeerError) as problem:
+        folder = f"{SETTING}={config.trainer.default_local_dir}"
+        text = f"{folder}: {one_line(problem)}. Set it to a folder that all ranks can write."
+        results.append(CheckResult("error", "disk", text, ALL_NODES))
     if nodes:
         return results, rank == 0
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"

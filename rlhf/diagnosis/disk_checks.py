@@ -46,6 +46,9 @@ def check_disk(run_dir: Path, size: CheckpointSize | None, share: float, timeout
         timeout_s: `checkpoint.timeout_s`.
     """
     folder = existing_folder(run_dir)
+    if blocked := [path for path in (run_dir, *run_dir.absolute().parents) if path.exists() and not path.is_dir()]:
+        yield error(f"{blocked[0]} is a file. Remove it, or set {SETTING} to another folder.")
+        return
     try:
         with probe_file(folder) as path:
             append_durably(path, [b""])

@@ -5,17 +5,21 @@ import json
 import math
 import os
 import re
+import resource
 import secrets
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rlhf.reward.confinement import restrict_to
 from rlhf.reward.scores import RewardItem, Score
 
 SHARE = 0.8
@@ -27,10 +31,12 @@ FORMS = (
 )
 _FENCED = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _LONGEST_OUTPUT = 10 << 20
+_PASSED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+"""Environment variables of this process that programs get."""
 _CALL = """
 import json as _json
 _target = getattr(Solution(), {name!r}) if "Solution" in globals() else {name}
-assert _json.loads(_json.dumps(_target(*{arguments!r}))) in {expected!r}
+assert _json.loads(_json.dumps(_target(*_json.loads({arguments!r})))) in _json.loads({expected!r})
 """
 
 
@@ -63,7 +69,7 @@ def _from_json(text: str) -> Any:
     """Return the list or mapping that `text` is in JSON; otherwise `text`."""
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return found if isinstance(found, list | dict) else text
 
@@ -85,7 +91,7 @@ def _test(given: Any) -> CodeTest:
         output = json.loads(output) if isinstance(output, str) else output
     # APPS stores some results in a list of one element.
     expected = [output, *(output if isinstance(output, list) and len(output) == 1 else [])]
-    return CodeTest(code=_CALL.format(name=name, arguments=arguments, expected=expected))
+    return CodeTest(code=_CALL.format(name=name, arguments=json.dumps(arguments), expected=json.dumps(expected)))
 
 
 def _lines(given: Any) -> str:
@@ -100,21 +106,24 @@ def program_of(response: str) -> str:
 
 
 def code_tests(item: RewardItem, seconds: float) -> Score:
-    """Return 1 if the response's program passes all tests within `seconds`, else 0. `tests_passed` is their share.
+    """Return 1 if the response's program passes all tests within `seconds`, else 0.
 
-    Programs run without the current process' environment and memory, but with its confinement. A program could still
-    cheat a test that calls its functions, by changing Python itself; no program can guess a printed output.
+    `tests_passed` is the share of tests that passed; `tests_late` is 1 if the time was over before all tests had ended,
+    which depends on the machine's load. Programs have the confinement of this process, but neither its environment nor
+    its memory. A program can still cheat a test in code, by changing Python or reading its own file. It cannot know the
+    output that a test with `output` expects.
     """
     deadline = time.monotonic() + seconds
     tests, program = read_tests(item.ground_truth), program_of(item.answer)
     passed = sum(_passes(program, test, deadline) for test in tests)
-    return Score(float(passed == len(tests)), {"tests_passed": passed / len(tests)})
+    late = time.monotonic() >= deadline
+    return Score(float(passed == len(tests)), {"tests_passed": passed / len(tests), "tests_late": float(late)})
 
 
 def _passes(program: str, test: CodeTest, deadline: float) -> bool:
     done = secrets.token_hex(16)
-    # A program that ends early must not pass, so the last line of a test's code prints a word unknown to the program.
-    text = program if test.code is None else f"{program}\n{test.code}\nprint({done!r})\n"
+    # A program that ends early must not pass, so the last line of a test's code prints a random word.
+    text = program if test.code is None else f"{program}\n\n{test.code}\nprint({done!r})\n"
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as printed:
         path = Path(folder, "program.py")
         path.write_text(text, encoding="utf-8", errors="replace")
@@ -125,11 +134,24 @@ def _passes(program: str, test: CodeTest, deadline: float) -> bool:
     return _equal(output, test.output) if test.code is None else output.rstrip().endswith(done)
 
 
+def _confine(folder: str) -> None:
+    """Keep a program from changing the tests of other samples: it starts no process or thread, and writes only to its
+    own folder."""
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+    if sys.platform == "linux":
+        restrict_to(folder, (), abstract_sockets=False)
+
+
 def _exits_with_zero(path: Path, stdin: str, printed: Any, deadline: float) -> bool:
     """Run a program in a session of its own. Kill the session when the program has ended or the time is over."""
     process = subprocess.Popen(
-        [sys.executable, "-I", path.name],
+        # -P -s with these variables alone isolate as -I does, but -I would ignore PYTHONHASHSEED (promise 7).
+        [sys.executable, "-P", "-s", path.name],
         cwd=path.parent,
+        env={name: value for name, value in os.environ.items() if name in _PASSED}
+        | {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        | dict.fromkeys(("HOME", "TMPDIR"), str(path.parent)),
+        preexec_fn=partial(_confine, str(path.parent)),
         stdin=subprocess.PIPE,
         stdout=printed,
         stderr=subprocess.DEVNULL,
@@ -143,7 +165,14 @@ def _exits_with_zero(path: Path, stdin: str, printed: Any, deadline: float) -> b
         with contextlib.suppress(ProcessLookupError, PermissionError):  # all processes of the session have ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        _open_again(path.parent.parent)
     return process.returncode == 0
+
+
+def _open_again(folder: Path) -> None:
+    """Give this process its rights on its temporary folder again. Landlock does not forbid chmod to a program."""
+    if folder.stat().st_mode & stat.S_IRWXU != stat.S_IRWXU:
+        folder.chmod(stat.S_IRWXU)
 
 
 def _equal(output: str, expected: str) -> bool:

@@ -82,8 +82,8 @@ class ProcessPool:
                 raise died from error
             return [self._policy.failed(died, forgive=self._forgive_deaths)] * len(items)
         else:
-            if any(entry.get("limit") for entry in entries):
-                process.kill()  # the process's memory may differ from a new process's
+            if any(entry.get("limit") or (self._forgive_deaths and "error" in entry) for entry in entries):
+                process.kill()  # the process's memory or files may differ from a new process's
             # `request` repeats an error of the whole request for each item.
             whole = len({id(entry) for entry in entries}) < len(entries)
             return [self._score(entry, items if whole else [item]) for entry, item in zip(entries, items, strict=True)]
@@ -98,7 +98,7 @@ class ProcessPool:
             error = RewardError(f"{self._verifier} needed more memory than {shown} on {_describe(items)}")
             return self._policy.failed(error, forgive=self._forgive_deaths)
         if (wrong := failure(entry, f"\nOn {_describe(items)}")) is not None:
-            return self._policy.failed(wrong)
+            return self._policy.failed(wrong, forgive=self._forgive_deaths)
         return self._policy.timed_out(items)[0] if entry["timed_out"] else Score(**entry)
 
     def _request(self, process: ScoringProcess, items: Sequence[RewardItem]) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from rlhf.reward import verifiers
 from rlhf.reward.calls import FunctionCall
 from rlhf.reward.code_tests import SHARE, code_tests
 from rlhf.reward.confinement import Confinement, CpuTime, confine
-from rlhf.reward.kernel import PR_SET_PDEATHSIG, prctl
+from rlhf.reward.kernel import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, prctl
 from rlhf.reward.request_format import RequestFormat
 from rlhf.reward.scores import NUMBER, RewardItem, Score
 from rlhf.reward.settings import SETTING
@@ -146,6 +146,8 @@ def _load(
 
         return _each(verifiers.reasoning_gym), RequestFormat()
     if verifier == "code_tests":
+        if sys.platform == "linux":
+            prctl(PR_SET_DUMPABLE, 0)  # programs must not read the expected outputs in this process' memory
         return _each(partial(code_tests, seconds=SHARE * timeout_s)), RequestFormat()
     setting = f"{SETTING}={verifier}"
     call = FunctionCall(setting, load_function(SETTING, verifier, may_be_async=True), kwargs, timeout_s, failure)

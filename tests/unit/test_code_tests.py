@@ -22,6 +22,15 @@ def score(response, tests, seconds=20.0):
     return found.score, found.extra["tests_passed"]
 
 
+def confined(responses, tests, **settings):
+    """Score the responses one after another in one real reward process."""
+    reward = build_reward(RewardConfig(functions=["code_tests"], num_workers=1, **settings))
+    try:
+        return [reward.score([RewardItem("code", each, tests, {})])[0] for each in responses]
+    finally:
+        reward.close()
+
+
 @pytest.mark.parametrize(
     ("program", "tests"),
     [
@@ -32,6 +41,7 @@ def score(response, tests, seconds=20.0):
          {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[1, 2]]}),
         ("def pair(a):\n    return a, None\n", [{"fn_name": "pair", "input": "[1]", "output": "[[1], null]"}]),
         (SUMS, {"inputs": ["1 2\n", ["3 4"]], "outputs": ["3\n", ["7"]]}),
+        ("def f():\n    return float('inf')\n", {"fn_name": "f", "inputs": [[]], "outputs": ["Infinity"]}),
         (SUMS, json.dumps([{"input": "1 2", "output": "3"}])),
         ("if __name__ == '__main__':\n    print(1 / 3)\n", [{"input": "", "output": "0.33333334"}]),
     ],
@@ -58,6 +68,7 @@ def test_the_share_of_passed_tests_is_a_metric():
         "raise SystemExit(0)",
         "import os\nos._exit(0)",
         "import os\nos.fork()\nos._exit(0)",
+        "if 0: \\",
         "print('7')",
         "print('3 0')",
         "print('3.0000000001')",
@@ -102,16 +113,53 @@ def test_programs_run_in_confined_reward_processes(tmp_path):
     secret = tmp_path / "mine"
     write = f"open({str(secret)!r}, 'w').write('x')\n"
     connect = "import socket\nsocket.create_connection(('127.0.0.1', 9), 1)\n"
-    reward = build_reward(RewardConfig(functions=["code_tests"], num_workers=1))
-    responses = [SUMS, write + SUMS, connect + SUMS, "while True: pass"]
-    items = [RewardItem("code", each, [{"input": "1 2", "output": "3"}], {}) for each in responses]
-    try:
-        results = reward.score(items)
-    finally:
-        reward.close()
+    results = confined([SUMS, write + SUMS, connect + SUMS, "while True: pass"], [{"input": "1 2", "output": "3"}])
     assert [result.score for result in results] == [1.0, 0.0, 0.0, 0.0]
+    assert [result.extra["tests_late"] for result in results] == [0.0, 0.0, 0.0, 1.0]
     assert all(result.timeouts == result.failures == 0 for result in results)
     assert not secret.exists()
+
+
+HOSTILE = {
+    "leaves a process that rewrites later tests": """
+import os, time
+if not os.fork():
+    os.setsid()
+    while True:
+        for name in os.listdir('..'):
+            try: open(f'../{name}/program.py', 'w').write("print('3')")
+            except OSError: pass
+""",
+    "leaves a file for later programs": "open('../answer', 'w').write('3')",
+    "closes the temporary folder": "import os\nos.chmod('..', 0)",
+    "nests folders": "import os\nfor _ in range(3000):\n    os.mkdir('d')\n    os.chdir('d')",
+    "reads the expected output": """
+import os, re
+ranges = [re.match('([0-9a-f]+)-([0-9a-f]+) rw', line) for line in open(f'/proc/{os.getppid()}/maps')]
+with open(f'/proc/{os.getppid()}/mem', 'rb', 0) as memory:
+    for start, end in [(int(m[1], 16), int(m[2], 16)) for m in ranges if m]:
+        memory.seek(start)
+        if b'zebra' in memory.read(end - start):
+            print('zebra')
+""",
+    "reads the environment": "import os\nprint(os.environ['JUDGE_KEY'])",
+}
+
+
+@pytest.mark.parametrize("attack", HOSTILE)
+def test_a_hostile_program_gains_nothing_and_the_next_sample_is_scored_as_before(attack, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "zebra")
+    thief = "print(open('../answer').read())"
+    tests = [{"input": "1 2", "output": "zebra"}]
+    responses = [HOSTILE[attack], SUMS, thief, "print('zebra')"]
+    results = confined(responses, tests, pass_env=["JUDGE_KEY"], on_error="stop")
+    assert [result.score for result in results] == [0.0, 0.0, 0.0, 1.0]
+
+
+def test_the_order_of_a_set_is_the_same_in_each_process():
+    program = "print(list({'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h'})[0])"
+    scores = {code_tests(RewardItem("code", program, [{"input": "", "output": "a"}], {}), 20.0).score for _ in range(8)}
+    assert len(scores) == 1
 
 
 def test_rows_of_mbpp_show_their_tests_and_are_scored():

@@ -119,6 +119,13 @@ def test_room_counts_the_checkpoints_that_retention_removes(tmp_path):
         assert [each.level for each in found] == ([level] if level else []), (free, count)
 
 
+def test_a_file_in_the_place_of_the_run_directory(tmp_path):
+    (tmp_path / "runs").write_text("")
+    found = only(check_disk(tmp_path / "runs" / "mine", None, 1.0, 3600))
+    assert found.level == "error"
+    says(found.text, str(tmp_path / "runs"), "is a file", "trainer.default_local_dir")
+
+
 def test_a_slow_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_checks, "measure", lambda path: (1e6, 0.01))
     found = only(check_disk(tmp_path, size_of(7200 * 10**6), 1.0, 3600))

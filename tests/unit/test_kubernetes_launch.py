@@ -146,9 +146,9 @@ def test_the_command_of_the_page_is_valid(capsys):
 
 
 def test_names_and_arguments_reach_the_pod_as_they_were_meant(capsys):
-    document = written(capsys, "trainer.experiment_name='A b$(X)'", "--config-dir=conf")
-    assert document["metadata"]["name"] == "rlhf-a-b-x"
-    assert container_of(document)["args"][:2] == ["--config-dir=conf", "trainer.experiment_name='A b$$(X)'"]
+    document = written(capsys, "trainer.experiment_name='A b$(X) $$x'", "--config-dir=conf")
+    assert document["metadata"]["name"] == "rlhf-a-b-x-x"
+    assert container_of(document)["args"][:2] == ["--config-dir=conf", "trainer.experiment_name='A b$$(X) $$$$x'"]
     assert default_name("x" * 100, 40) == "rlhf-" + "x" * 35
 
 
@@ -158,6 +158,7 @@ def test_names_and_arguments_reach_the_pod_as_they_were_meant(capsys):
         (["trainer.nproq=2"], ["trainer.nproq=2", "trainer.nproc"]),
         (["trainer.default_local_dir=/data/runs"], ["trainer.default_local_dir=/data/runs", "--claim", "/work"]),
         (["trainer.default_local_dir=../runs"], ["trainer.default_local_dir=../runs"]),
+        (["trainer.default_local_dir=~/runs"], ["trainer.default_local_dir=~/runs"]),
         (["--name=Run"], ["--name", "Run", "lower-case"]),
         (["--memory=64GB"], ["--memory", "64GB", "64Gi"]),
         (["--gpus=8"], ["--gpus=8"]),
@@ -186,7 +187,8 @@ def test_a_variable_of_a_secret_need_not_be_set_here(capsys, monkeypatch):
     functions = f"reward.functions=[{ROOT}/tests/support/graded.py:graded]"
     assert main([*IMAGE, secret]) == EXIT_USER_ERROR
     says(capsys.readouterr().err, "OF_THE_POD")
-    assert secret in container_of(written(capsys, "--env-from-secret=hub", functions, secret))["args"]
+    arguments = container_of(written(capsys, "--env-from-secret=hub", functions, secret))["args"]
+    assert secret.replace("$", "$$") in arguments  # Kubernetes reads $$ as $
 
 
 def test_models_and_data_are_in_the_pod_and_not_here(capsys):

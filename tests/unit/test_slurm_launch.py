@@ -112,10 +112,11 @@ def test_a_mistake_is_found_before_anything_is_submitted(capsys, monkeypatch, tm
 def test_the_script_stores_no_secret(capsys, monkeypatch, tmp_path):
     (tmp_path / "mine.py").write_text("def score(completion, answer, api_key):\n    return 1.0\n")
     functions = f"reward.functions=[{tmp_path}/mine.py:score]"
-    assert main([CPU, functions, "+reward.kwargs.api_key=hunter2", "--dry-run"]) == EXIT_USER_ERROR
-    shown = capsys.readouterr()
-    says(shown.err, "reward.kwargs.api_key", "${oc.env:NAME}")
-    assert "hunter2" not in shown.out + shown.err
+    for typed in ("hunter2", "'hunter2\\'x'", "'${trainer.seed}sk-hunter2hunter2hunter2'"):
+        assert main([CPU, functions, f"+reward.kwargs.api_key={typed}", "--dry-run"]) == EXIT_USER_ERROR
+        shown = capsys.readouterr()
+        says(shown.err, "reward.kwargs.api_key", "${oc.env:NAME}")
+        assert "hunter2" not in shown.out + shown.err
     monkeypatch.setenv("JUDGE_KEY", "hunter2")
     assert main([CPU, functions, "+reward.kwargs.api_key=${oc.env:JUDGE_KEY}", "--dry-run"]) == EXIT_DONE
     shown = capsys.readouterr()

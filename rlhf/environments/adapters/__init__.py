@@ -24,7 +24,7 @@ def check_id(library: str, name: str, known: Iterable[str]) -> None:
     """Raise UserError if `env.kwargs.id` is not the name of one of the library's environments."""
     names = sorted(known)
     if name not in names:
-        near = nearest(name, names)
+        near = nearest(str(name), names)
         listed = did_you_mean(near) if near else f" It has, for example, {', '.join(names[:8])}."
         raise UserError(f"{KWARGS}.id={name}: {library} has no environment of this name.{listed} Correct the name.")
 

@@ -9,6 +9,7 @@ after `reset` with the same seed.
 import importlib
 import json
 import urllib.request
+from http.client import HTTPException
 from typing import Any
 
 from rlhf.environments import free_text
@@ -86,7 +87,7 @@ def _schema(url: str) -> dict[str, Any]:
         if isinstance(schema["action"], dict) and isinstance(schema["observation"], dict):
             return dict(schema)
         why = "its /schema has another form"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
         why = f"{type(error).__name__}: {error}"
     raise UserError(
         f"{KWARGS}.url={url}: no OpenEnv server answers ({why}). Start the server, correct the address, and set "
@@ -95,7 +96,8 @@ def _schema(url: str) -> dict[str, Any]:
 
 
 def _texts(schema: dict[str, Any]) -> list[str]:
-    return [name for name, each in schema.get("properties", {}).items() if each.get("type") == "string"]
+    properties = schema.get("properties", {}).items()
+    return [name for name, each in properties if isinstance(each, dict) and each.get("type") == "string"]
 
 
 def _chosen(which: str, given: str | None, texts: list[str], schema: dict[str, Any]) -> str | None:

@@ -84,7 +84,7 @@ def default_name(experiment: str, longest: int) -> str:
 def check_run_dir(trainer: TrainerConfig) -> None:
     """Raise UserError if the run directory is not on the volume at WORK: it would be lost with its pod."""
     folder = PurePosixPath(trainer.default_local_dir)
-    if ".." in folder.parts or not (PurePosixPath(WORK) / folder).is_relative_to(WORK):
+    if ".." in folder.parts or str(folder).startswith("~") or not (PurePosixPath(WORK) / folder).is_relative_to(WORK):
         raise UserError(
             f"trainer.default_local_dir={folder}: not on the volume of --claim, which the pod mounts at {WORK}. Set a "
             f"relative path, or a folder in {WORK}."
@@ -163,8 +163,8 @@ def _container(pod: Pod, environment: dict[str, str], uid_label: str) -> dict[st
     return {
         "name": CONTAINER,
         "image": pod.image,
-        # Kubernetes replaces $(NAME) in arguments, and reads $$ as a plain $.
-        "args": [text.replace("$(", "$$(") for text in pod.arguments],
+        # Kubernetes replaces $(NAME) in arguments, and reads each $$ as a plain $.
+        "args": [text.replace("$", "$$") for text in pod.arguments],
         "env": [uid, *({"name": name, "value": value} for name, value in environment.items())],
         **({"envFrom": [{"secretRef": {"name": name}} for name in pod.secrets]} if pod.secrets else {}),
         **({"resources": {"limits": limits}} if limits else {}),

@@ -46,6 +46,8 @@ class PodRanks:
         for local in range(number):
             own = {"RANK": str(first + local), "LOCAL_RANK": str(local)}
             self._processes.append(subprocess.Popen(command, env={**threads, **environ, **own}))
+            if self._stopped:  # the signal came before this rank
+                self._processes[-1].send_signal(signal.SIGTERM)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._stopped = True
