@@ -184,7 +184,9 @@ def test_full_memory_of_one_node_costs_the_snapshot_only(tmp_path, base):
         assert steps == {0: [4, 2], 1: [4, 2]}
 
 
-def test_copies_need_as_many_other_folders(tmp_path, base):
+def test_copies_need_as_many_other_folders(tmp_path, base, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+
     def start(rank: int) -> str:
         config = on_node(tmp_path, base, 0, 1)
         with pytest.raises(UserError) as error:
@@ -194,6 +196,20 @@ def test_copies_need_as_many_other_folders(tmp_path, base):
     first, second = run_thread_ranks(2, start)
     assert first == second
     assert "checkpoint.memory.replicas=0, or checkpoint.memory.dir" in first
+
+
+def test_a_run_with_fewer_machines_makes_fewer_copies(tmp_path, base, monkeypatch):
+    """As with `launcher.min_nodes` under Ray: one machine of two is left, with both ranks of its own."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+    def start(rank: int) -> int:
+        run = MemoryRun(rank, on_node(tmp_path, base, 0, 1))
+        run.checkpointer.resume()
+        run.train(2)
+        run.crash()
+        return len(list(scan(run.checkpointer._memory.place.folder)))
+
+    assert run_thread_ranks(2, start) == [2, 2]
 
 
 def test_room_counts_the_copies(tmp_path, base):

@@ -63,7 +63,9 @@ def locate_snapshot(path: Path, place: MemoryPlace, history: HistoryPlace, last_
     # Promise 17: the steps up to the snapshot have their records.
     if mark is None or ranks.on_leader(lambda: _fits(mark, history.path)):
         return located
-    if history.on_own_disk and not ranks.on_leader(history.path.exists):
+    # Fewer ranks than at the save: nodes whose disks had the history may be gone.
+    fewer = located.manifest.world_size > ranks.world_size
+    if (history.on_own_disk or fewer) and not ranks.on_leader(history.path.exists):
         if ranks.is_leader:
             log.error(
                 "The metric history was lost with the disk of rank 0's node. It begins again after %s.", path.name

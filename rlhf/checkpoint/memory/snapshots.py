@@ -6,6 +6,8 @@ reads it like a checkpoint. tmpfs ignores syncs. A power cut loses the folder, s
 """
 
 import logging
+import math
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,6 +35,7 @@ from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.memory_folder import SNAPSHOTS, check_room, copies_text, less_memory, make_folder, memory_folder
 from rlhf.ranks.transport import LostPeer
+from rlhf.ranks.world import LOCAL_WORLD_SIZE
 from rlhf.storage.disk_errors import SaveFailed
 from rlhf.storage.layout import scan, step_of
 
@@ -75,8 +78,19 @@ class MemorySnapshots:
         self._result: SaveResult | None = None
 
     def _check_nodes(self) -> None:
-        nodes, replicas = len(self.place.coordinator.domain_leaders), self._memory.replicas
-        if replicas >= nodes:
+        ranks, replicas = self.place.coordinator, self._memory.replicas
+        nodes = len(ranks.domain_leaders)
+        machines = math.ceil(ranks.world_size / int(os.environ.get(LOCAL_WORLD_SIZE, ranks.world_size)))
+        if replicas >= nodes == machines:  # launcher.min_nodes: fewer machines than the rules of the settings know
+            if ranks.is_leader:
+                log.warning(
+                    "checkpoint.memory.replicas=%d: the run has %d of its machines now, and makes %d copies.",
+                    replicas,
+                    nodes,
+                    nodes - 1,
+                )
+            self._memory = replace(self._memory, replicas=nodes - 1)
+        elif replicas >= nodes:
             raise UserError(
                 f"checkpoint.memory.replicas={replicas}: copies are in the memory of other nodes, and the ranks see "
                 f"{nodes} different folder{'s' if nodes > 1 else ''} {self.place.folder.parent}. Set "

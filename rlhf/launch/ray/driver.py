@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 import tempfile
 import threading
 import time
@@ -22,6 +23,7 @@ from rlhf.ranks.logs import configure_logging
 from rlhf.ranks.parent import LAUNCH
 
 log = logging.getLogger(__name__)
+_CONNECT_S = 10.0
 
 
 def run_on_ray(config: Config, recipes: Sequence[str]) -> int:
@@ -38,8 +40,12 @@ def run_on_ray(config: Config, recipes: Sequence[str]) -> int:
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
     address = config.launcher.address or os.environ.get("RAY_ADDRESS") or "auto"
     try:
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        if host and port.isdigit():
+            # If nothing listens there, Ray ends this process instead of raising an error.
+            socket.create_connection((host, int(port)), _CONNECT_S).close()
         ray.init(address=address, logging_level=logging.WARNING)
-    except ConnectionError as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
             f"launcher.address={config.launcher.address}: no Ray cluster answers at {address} ({error}). Run "
             "`ray start --head`, and `ray start --address=HOST:6379` on each other machine; or correct the address."

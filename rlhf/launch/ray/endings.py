@@ -6,7 +6,9 @@ from pathlib import Path
 
 from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
+from rlhf.launch.evidence import furthest_step
 from rlhf.launch.restart_policy import GiveUp, RestartPolicy
+from rlhf.ranks.status import read_statuses
 from rlhf.storage.layout import scan, step_of
 
 
@@ -44,6 +46,7 @@ class Endings:
 
     def __init__(self, trainer: TrainerConfig, run_dir: Path) -> None:
         self._policy, self._run_dir = RestartPolicy(trainer), run_dir
+        self._counted: set[str] = set()  # texts of Ray's errors that have counted as a crash
 
     def after(self, errors: Iterable[Exception]) -> float:
         """Return the seconds to wait before Ray restarts all ranks.
@@ -54,13 +57,21 @@ class Endings:
         Raises:
             RunEnds: the run must end.
         """
+        errors = list(errors)
         ends = [error for error in errors if isinstance(error, RanksEnded)]
         for code in (EXIT_USER_ERROR, EXIT_REQUEUE):
             if (end := next((end for end in ends if end.code == code), None)) is not None:
-                if end.leaves and code == EXIT_REQUEUE:
+                if code == EXIT_REQUEUE and any(each.leaves for each in ends):
                     return 0.0
                 raise RunEnds(code, end.message)
+        # While a machine drains, Ray reports one failure, which names its actor, each time it looks.
+        lost = {str(error) for error in errors if not isinstance(error, RanksEnded)}
+        if lost and lost <= self._counted:
+            return 0.0
+        self._counted |= lost
         steps = [end.step for end in ends if end.step is not None]
+        if (reached := furthest_step(read_statuses(self._run_dir))) is not None:
+            steps.append(reached)
         if (newest := next(iter(scan(self._run_dir)), None)) is not None:
             steps.append(step_of(newest) or 0)
         decision = self._policy.crashed(max(steps, default=None))

@@ -60,9 +60,9 @@ class StopNotices:
         self._job, self._asked_at = job, 0.0
         self.leaves = self.stops = False
 
-    def look(self) -> bool:
-        """Return whether the ranks must leave. Ask at most every two seconds."""
-        if not (self.leaves or self.stops) and time.monotonic() - self._asked_at >= _ASK_S:
+    def look(self, *, now: bool = False) -> bool:
+        """Return whether the ranks must leave. Ask `now`, or at most every two seconds."""
+        if not (self.leaves or self.stops) and (now or time.monotonic() - self._asked_at >= _ASK_S):
             self._asked_at = time.monotonic()
             self.leaves = _loses_a_machine()
             self.stops = self._job.stop_requested()
@@ -117,12 +117,12 @@ def run_node(job: NodeJob) -> None:
     node, nodes = context.get_world_rank(), context.get_world_size()
     listener = socket.create_server((ray.util.get_node_ip_address(), 0)) if node == 0 else None
     address = ray.train.collective.broadcast_from_rank_zero(listener.getsockname()[:2] if listener else None)
-    if not job.folder.is_dir():
-        message = f"The working directory {job.folder} is missing on a machine. Start in a folder that all share."
-        raise RanksEnded(EXIT_USER_ERROR, None, False, message)
     ranks: dict[int, RankProcess] = {}
     notices = StopNotices(job)
     try:
+        if not job.folder.is_dir():
+            message = f"The working directory {job.folder} is missing on a machine. Start in a folder that all share."
+            raise RanksEnded(EXIT_USER_ERROR, None, False, message)
         for local in range(job.nproc):
             rank = node * job.nproc + local
             variables = _variables(job, rank, nodes * job.nproc, address)
@@ -132,6 +132,8 @@ def run_node(job: NodeJob) -> None:
         _signal(ranks, signal.SIGKILL)
         if listener is not None:
             listener.close()
+    if EXIT_REQUEUE in codes.values():
+        notices.look(now=True)  # the ranks may have left because another machine's worker saw the notice first
     code = code_of(codes.values(), job.nproc, stopped=notices.leaves or notices.stops)
     if code != EXIT_DONE:
         statuses = {rank: status for rank, status in read_statuses(job.run_dir).items() if rank in ranks}
@@ -212,12 +214,13 @@ def _message(
     """Return the message of the rank whose exit code decided, or how the ranks of this machine ended."""
     for rank in codes:
         if codes[rank] == code:
+            # A mistake that a rank finds early leaves an earlier command's status file.
+            if code == EXIT_USER_ERROR and (written := ranks[rank].error()) is not None:
+                return written
             status = statuses.get(rank)
             # An error of another kind is an earlier attempt's.
             if status is not None and status.error is not None and status.error.kind == _KINDS[code]:
                 return status.error.message
-            if code == EXIT_USER_ERROR and (written := ranks[rank].error()) is not None:
-                return written
     if code == EXIT_REQUEUE:
         return "The ranks were asked to stop. The same command continues the run."
     ended = [in_words(rank, end) for rank, end in codes.items() if end != EXIT_DONE]
