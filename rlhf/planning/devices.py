@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,15 +35,15 @@ def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
     return len([*Path("/dev").glob("nvidia[0-9]*")]) or 1
 
 
-def devices_problem(trainer: TrainerConfig, count: int, in_driver: Callable[[], int] = count_gpus) -> str | None:
+def devices_problem(trainer: TrainerConfig, count: int) -> str | None:
     """Return why `count` CUDA devices do not suffice for the ranks of this machine, with the remedy; None if they do.
 
-    Each rank needs a device of its own unless trainer.device is cpu. `in_driver` returns the GPUs that the driver sees.
+    Each rank needs a device of its own unless trainer.device is cpu.
     """
     if trainer.device == "cpu":
         return None
     if count == 0:
-        if trainer.device == "auto" and not in_driver():
+        if trainer.device == "auto" and not count_gpus():
             return None
         # With device=auto, too: the driver sees GPUs, so settings may have their GPU defaults.
         return (

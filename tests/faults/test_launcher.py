@@ -432,7 +432,7 @@ def test_gpus_of_the_driver_that_torch_does_not_find_are_told(config, monkeypatc
     config.trainer.device, config.trainer.warm_start = "auto", False
     with local_starter(config, []) as starter:
         starter.check_devices()
-        monkeypatch.setattr(of_this_machine, "count_gpus", lambda: 1)
+        monkeypatch.setattr("rlhf.planning.devices.count_gpus", lambda: 1)
         with pytest.raises(UserError, match=r"trainer\.device=auto, but no CUDA device is visible"):
             starter.check_devices()
 

@@ -320,6 +320,7 @@ ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(
         (
             "env.classes",
+            "env.kwargs",
             "env.command",
             "env.template",
             "env.announce_tools",

@@ -46,8 +46,9 @@ def test_recipes_start_with_the_package_line_and_a_description(name):
 
 @pytest.mark.parametrize(("group", "name"), ENTRIES)
 def test_group_entries_compose_and_validate(group, name, monkeypatch):
-    # The test must not depend on whether vLLM is installed.
+    # The test must not depend on whether vLLM and Ray are installed.
     monkeypatch.setattr("rlhf.config.rules.rollout_rules.installation_problem", lambda: None)
+    monkeypatch.setattr("rlhf.config.rules.validate.missing_ray", lambda config: [])
     validate(compose(f"{group}={name}", *to_be_set(BUNDLED.entries(group)[name])), {})
 
 

@@ -13,6 +13,8 @@ from tests.support.checkpoints import run_ranks
 
 PACKAGE = Path(rlhf.__file__).parent
 GLUE = {
+    "diagnosis/collective_test.py": "tests collectives between ranks that train nothing",
+    "diagnosis/store_transport.py": "a store, because the checks test the groups",
     "launch/node_watchdog.py": "a store between processes that are not ranks, and in no group",
 }
 """Modules outside of `rlhf.ranks` that call torch.distributed, and why."""

@@ -36,7 +36,7 @@ _KINDS = {EXIT_USER_ERROR: "user", EXIT_REQUEUE: "unsaved", EXIT_CRASHED: "crash
 
 @dataclass(frozen=True)
 class NodeJob:
-    """What each machine runs, as the driver sends it."""
+    """The job of each machine, as the driver sends it."""
 
     config: str
     """The resolved configuration as YAML, with secrets as references to environment variables."""
