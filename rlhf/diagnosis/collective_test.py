@@ -36,7 +36,7 @@ class RankProgress:
     """One rank's part of the test. Another thread reads it while the test runs."""
 
     stage: str = "starting"
-    """Text of the part of the test in which the rank is."""
+    """Description of the rank's current part of the test."""
     done: bool = False
     problem: str | None = None
     device: str = ""

@@ -22,13 +22,13 @@ from rlhf.ranks.parent import PARENT_PID, die_with_parent
 from rlhf.ranks.world import listening_socket, rank_variables
 
 WITHOUT_GPUS = 2
-"""Ranks on a machine without GPUs: the fewest that exchange anything."""
+"""Ranks on a machine without GPUs: the fewest that can communicate."""
 START_S = 60.0
 """Seconds for the imports of the ranks."""
 
 
 def check_collectives(device: str, deadline_s: float) -> Iterator[Outcome]:
-    """Start the ranks, and report the outcomes of their test. A rank that dies or does not end in time is named.
+    """Start the ranks, and report the outcomes of their test. An error names a rank that dies or is late.
 
     Args:
         device: `trainer.device`.

@@ -23,8 +23,8 @@ from rlhf.reward.confinement import restrict_to
 from rlhf.reward.scores import RewardItem, Score
 
 SHARE = 0.8
-"""Share of `reward.timeout_s` that all tests of a sample have together. A test that is not done then has failed, so an
-endless loop in a response is a wrong answer and no timeout of the verifier."""
+"""Share of `reward.timeout_s` that all tests of a sample have together. A test that has not ended by then fails, so
+an endless loop is a wrong answer, not a timeout of the verifier."""
 FORMS = (
     "Python code with assert, a list of such codes (MBPP's test_list), {inputs: [...], outputs: [...]} with an "
     "optional fn_name (APPS, TACO), a list of {input, output}, or one of these as JSON"

@@ -22,8 +22,8 @@ from rlhf.storage.reading import CheckedFiles
 
 
 def with_copies(files: Entries, nodes: Sequence[int], copies: int) -> Entries:
-    """Return the manifest's entries as they are after the copying: each file is also on the `copies` nodes after its
-    node. A file that is on more than `copies` nodes already gets no further copy."""
+    """Return the manifest's entries after the copy: each file is also on the next `copies` nodes of the ring.
+    A file that is on more than `copies` nodes already gets no further copy."""
     result: Entries = {}
     for name, entry in files.items():
         holders = holders_of(entry, nodes)

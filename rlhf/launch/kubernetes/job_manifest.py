@@ -28,7 +28,7 @@ CONTAINER, NODES = "train", "node"
 """Names of the container, and of the Job in a JobSet."""
 MASTER_PORT = 29500
 LAUNCH_NAME = "kubernetes-$(LAUNCH_UID)"
-"""Value of LAUNCH, in which Kubernetes replaces the variable."""
+"""Value of LAUNCH. Kubernetes replaces the variable in it."""
 UID_OF_JOB = "batch.kubernetes.io/controller-uid"
 UID_OF_JOBSET = "jobset.sigs.k8s.io/jobset-uid"
 """Labels of a pod that stay the same when the pod is started again."""

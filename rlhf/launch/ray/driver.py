@@ -53,7 +53,7 @@ def run_on_ray(config: Config, recipes: Sequence[str]) -> int:
     try:
         # The folder is for files of Ray's controller, which runs on this machine.
         with tempfile.TemporaryDirectory(prefix="rlhf-ray-") as files, StopRequest() as stop:
-            # On this machine, so that the loss of another machine does not take the actor away.
+            # On this machine, so that the actor survives the loss of another machine.
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             requests = ray.remote(num_cpus=0, scheduling_strategy=here)(_StopRequested).remote()
             fit = _Fit(_trainer(config, recipes, requests, files))

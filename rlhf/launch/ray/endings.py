@@ -83,7 +83,7 @@ class Endings:
 def code_of(codes: Collection[int], nproc: int, *, stopped: bool) -> int:
     """Return the exit code of a machine whose `nproc` ranks ended with `codes`; ranks that were killed are missing.
 
-    One rank with a user's mistake or a request to be requeued decides, whatever its peers died of.
+    One rank's user mistake or requeue request decides, whatever the other ranks' exit codes are.
     """
     if EXIT_USER_ERROR in codes:
         return EXIT_USER_ERROR

@@ -22,8 +22,8 @@ from rlhf.ranks.status import RankStatus, read_statuses
 from rlhf.ranks.world import LOCAL_WORLD_SIZE, STORE_FD
 
 PEERS_S = 5.0
-"""Seconds that a crash waits for the other ranks' exit codes: a rank may have crashed because its peer left with a
-user's mistake."""
+"""Seconds after a crash to wait for the other ranks' exit codes: a rank may crash because a peer left with a user's
+mistake."""
 _LOOK_S = 0.2
 _ASK_S = 2.0
 _LAST_LINES_S = 2.0
@@ -54,7 +54,7 @@ class NodeJob:
 
 
 class StopNotices:
-    """Learns that the ranks must save and leave: from the driver, or because Ray announces the loss of a machine."""
+    """Checks whether the ranks must save and leave: the driver asks for it, or Ray announces a machine's loss."""
 
     def __init__(self, job: NodeJob) -> None:
         self._job, self._asked_at = job, 0.0
@@ -96,8 +96,8 @@ class RankProcess:
 def _loses_a_machine() -> bool:
     """Return whether Ray has announced that a machine of the run goes away.
 
-    `ray.train.get_preemption_info` returns the same fact, but waits for the call of every worker, and a worker whose
-    ranks have ended calls no more.
+    `ray.train.get_preemption_info` would return the same fact, but it waits until every worker calls it, and a worker
+    whose ranks have ended does not call it.
     """
     from ray.train.v2._internal.execution.context import get_train_context
 
@@ -186,7 +186,7 @@ def _wait(ranks: Mapping[int, RankProcess], notices: StopNotices, grace_s: float
         codes = {rank: code for rank, each in ranks.items() if (code := each.process.poll()) is not None}
         now = time.monotonic()
         failed = [code for code in codes.values() if code not in (EXIT_DONE, EXIT_REQUEUE)]
-        # A signal is no consequence of a peer's end, so it needs no wait for the peers.
+        # A peer's end never causes a signal, so do not wait for the peers.
         if EXIT_USER_ERROR in failed or any(code < 0 for code in failed):
             return codes
         failed_at = failed_at or (now if failed else None)
