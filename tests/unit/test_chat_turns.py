@@ -156,6 +156,33 @@ def test_joined_turns_are_the_whole_conversation(family, system, question, drawn
     assert tokens == rendered(family, tokenizer, messages)
 
 
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "llama3"])
+@settings(deadline=None, max_examples=30)
+@given(TEXT, TURNS)
+def test_joined_turns_are_those_of_the_renderers_package(family, question, drawn):
+    """The package has no renderer for ChatML, Gemma 3 or Mistral. Its renderer for GPT-OSS downloads a vocabulary."""
+    renderers = pytest.importorskip("renderers")
+    turns, tokenizer = opened(family)
+    if family == "llama3":
+        config = renderers.Llama3RendererConfig()
+    else:  # both Qwen families have the same separators
+        config = renderers.Qwen3RendererConfig(thinking_retention="all")
+    theirs = renderers.create_renderer(tokenizer, config)
+    tokens = turns.prompt([{"role": "user", "content": question}])
+    for text, thoughts, calls, interrupted, more in drawn:
+        text = "" if calls and family == "llama3" else text
+        thoughts = None if calls and family == "llama3" else thoughts
+        sampled = tokenizer(FAMILIES[family][1](text, thoughts, calls or []), add_special_tokens=False)["input_ids"]
+        new = [call.result("42") for call in turns.parse(sampled).calls]
+        if not new or interrupted:
+            new.append({"role": "user", "content": more})
+        bridged = theirs.bridge_to_next_turn(tokens, sampled, new, tools=TOOLS)
+        assert bridged is not None
+        tokens += sampled + turns.observation(sampled, new)
+        assert tokenizer.decode(tokens) == tokenizer.decode(bridged.token_ids)
+        assert tokens == list(bridged.token_ids)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_templates_that_rewrite_are_replaced_after_the_prompt(family, caplog):
     caplog.set_level("INFO")
