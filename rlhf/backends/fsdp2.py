@@ -166,7 +166,7 @@ class Fsdp2Backend(Fsdp2Policy, Scheduled, TrainingBackend):
         found = nn.utils.clip_grad_norm_(self.module.parameters(), self._grad_clip)
         norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
         lr = self.scheduler.get_last_lr()[0]
-        # If the norm is not finite, clipping has made every gradient NaN, and a step would write NaN to all weights.
+        # If the norm is not finite, clipping has made the gradients NaN or 0, and a step would damage the weights.
         if math.isfinite(norm):
             with self._moments.on_device():
                 self.optimizer.step()

@@ -89,7 +89,8 @@ def train_on(
 ) -> list[Ended]:
     """Start one run on `nodes`, in this order, with `more` settings. Return how it ended on each.
 
-    The undisturbed run has whole replicas, because it is on one machine. `dp_replicate=2` gives them to two nodes, too.
+    The undisturbed run has whole replicas, because it is on one machine. With `dp_replicate=2` each of
+    two nodes has a whole replica, too.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -191,6 +191,7 @@ def undisturbed(world: World) -> list[Sample]:
         "perf/requests_repeated": 0,
         "perf/requests_moved": 0,
         "perf/stale_answers": 0,
+        "perf/sync_bytes": 0,
     }
     return samples
 
@@ -310,7 +311,7 @@ def test_a_server_that_is_killed(world, undisturbed):
     assert metrics["perf/requests_repeated"] >= 1
 
 
-def test_a_stopped_generation_goes_on_under_newer_weights(world):
+def test_a_stopped_generation_goes_on_under_newer_weights(world, undisturbed):
     """The first tokens keep version 1 and their log-probs. The tokens after the second weight push have version 2."""
     world.everyone_serves()
     long = SamplingParams(max_tokens=LONGEST - 64, ignore_eos=True)

@@ -1,6 +1,7 @@
 """Gives a test's ranks a migration table by which release 0.0.9 had a different schema.
 
-RLHF_EVENT_LISTENER names this module, which imports the listener of `restored_state`, so ranks still record.
+RLHF_EVENT_LISTENER names this module, which imports the listener of `restored_state`, so ranks still record their
+final tensors.
 """
 
 import os

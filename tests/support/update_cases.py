@@ -259,7 +259,8 @@ def start_policies(case: str) -> tuple[Any, Any]:
 
 
 def share(batch: EveryBatch, mini_batches: int, way: str) -> tuple[EveryBatch, SampleBalance]:
-    """Return this rank's rows and the balance of all: by `plan`, or `lone` with each mini-batch on one rank."""
+    """Return this rank's rows and the balance of all rows. `way`: `plan` uses `balance_samples`, `lone` puts each
+    mini-batch on one rank."""
     ranks, size = dist.get_world_size(), len(batch) // mini_batches
     lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
     rows = range(len(batch))

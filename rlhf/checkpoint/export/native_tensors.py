@@ -9,13 +9,13 @@ from rlhf.models.hf.source import TensorInfo
 from rlhf.storage.shards import DTYPES, Shard, TensorReader
 
 READ_AHEAD, MOST_AHEAD = 16 << 20, 128 << 20
-"""Least and most bytes of whole tensors per read. Between these limits, a read has one block for each rank that saved
-the checkpoint. Each read verifies whole blocks of a file, so reading small tensors one by one would read each block
+"""Lower and upper limit of `together` in bytes. Between them, `together` is one block for each rank that saved the
+checkpoint. Each read verifies whole blocks of a file, so reading small tensors one by one would read each block
 many times."""
 
 
 class NativeTensors:
-    """Reads tensors of one component by name, `together` bytes of whole tensors at a time."""
+    """Reads tensors of one component by name. Reads ahead: small whole tensors up to `together` bytes in one read."""
 
     def __init__(self, reader: TensorReader, together: int) -> None:
         self._reader = reader

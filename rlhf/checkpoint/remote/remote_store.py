@@ -86,8 +86,8 @@ class RemoteStore:
             raise OSError(f"{name} has {arrived} bytes in the remote folder instead of {size}")
 
     def create(self, name: str, content: bytes) -> bool:
-        """Create a small object. If several machines try, only one succeeds. Return False, with nothing written, if the
-        object exists or the store cannot create atomically."""
+        """Create a small object. If several machines try, only one succeeds. Return False if the object exists,
+        the store cannot create atomically, or a network call fails."""
         path = self._path(name)
         if isinstance(self._fs, LocalFileSystem):
             self._fs.makedirs(self._root, exist_ok=True)

@@ -113,7 +113,7 @@ def finished_step(
 
 
 def _launch(run_dir: Path, coordinator: Coordinator) -> list[str]:
-    """Return the names of this launch: a scheduler's job, or the torchrun processes; empty without both.
+    """Return the names of this launch: a scheduler's job, or the torchrun processes; empty if there is neither.
 
     The torchrun processes are the parents of the present ranks. A new attempt may run on other machines. So the result
     also has the names of earlier attempts, if a run.json lists them together with a present name.
