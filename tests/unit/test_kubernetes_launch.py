@@ -192,7 +192,7 @@ def test_a_variable_of_a_secret_need_not_be_set_here(capsys, monkeypatch):
 
 
 def test_models_and_data_are_in_the_pod_and_not_here(capsys):
-    arguments = ["model.path=/work/models/mine", "data.train_files=/work/train.jsonl", "rollout=vllm"]
+    arguments = [f"model.path={WORK}/models/mine", f"data.train_files={WORK}/train.jsonl", "rollout=vllm"]
     assert container_of(written(capsys, "recipes=null", *arguments))["args"][1:4] == arguments
 
 
