@@ -91,6 +91,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full-product", action="store_true", help="run all combinations, not a covering set")
 
 
+class FailuresAtOnce:
+    """Prints each failure when it happens, because pytest prints none if it is killed before its end."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._terminal.ensure_newline()
+            self._terminal.write_line(f"{report.nodeid} failed in its {report.when}:", red=True)
+            self._terminal.write_line(report.longreprtext)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and os.environ.get("CI"):
+        config.pluginmanager.register(FailuresAtOnce(terminal))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the longest files first. Skip tests that need vLLM or other trainers if these are not installed."""
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
