@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "support" / "chat_agent.py"
 CLASS = f"{ROOT}/tests/support/logged_calls.py:Sums"
 CALCULATOR = f"{ROOT}/rlhf/environments/bundled/calculator.py:Calculator"
+CALCULATOR_AGENT = f"{ROOT}/rlhf/environments/bundled/calculator_agent.py"
 
 
 @contextlib.contextmanager
@@ -92,10 +93,9 @@ def test_an_agent_trains_on_the_bits_of_a_class_that_does_the_same(sampler):
         assert bits(play(of_agent, sampler)) == bits(play(of_class, sampler))
 
 
-def test_calls_of_tools_are_the_bits_of_a_class_that_does_the_same(monkeypatch):
-    monkeypatch.setenv("RLHF_TEST_ROOT", str(ROOT))
+def test_the_bundled_agent_trains_on_the_bits_of_the_calculator_class():
     policy = AgentPolicy()
-    with pool_of(classes=[CALCULATOR]) as of_class, agent("tools", pass_env=["RLHF_TEST_ROOT"]) as of_agent:
+    with pool_of(classes=[CALCULATOR]) as of_class, pool_of(command=f"python {CALCULATOR_AGENT}") as of_agent:
         given = prompts(policy, "State the final answer to the following arithmetic problem: {} {} {} + 21 =")
         found = play(of_agent, policy, given)
         assert bits(found) == bits(play(of_class, policy, given))

@@ -49,29 +49,6 @@ def sums() -> None:
     reward(found + draws.random() / 8)
 
 
-def tools() -> None:
-    """Do as the bundled calculator."""
-    messages = [dict(message) for message in ROW["messages"]]
-    while calls := messages[-1].get("tool_calls") or messages[-1]["role"] != "assistant":
-        if calls is not True:
-            for call in calls:
-                expression = json.loads(call["function"]["arguments"])["expression"]
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": computed(expression)})
-        messages.append(ask(messages, tools=[CALC]))
-
-
-def computed(expression: str) -> str:
-    sys.path.insert(0, os.environ["RLHF_TEST_ROOT"])
-    from rlhf.environments.bundled.calculator import Calculator
-
-    environment = Calculator()
-    environment.reset()
-    try:
-        return environment.calc(expression)
-    except ValueError as error:
-        return f"error: {error}"
-
-
 def draws() -> None:
     """Use a generator without a seed, and the order of a set."""
     text = f"{random.randrange(1000)} {list({'a', 'b', 'c', 'd', 'e'})}"

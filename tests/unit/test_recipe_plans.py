@@ -34,6 +34,7 @@ def shape(model_type: str, hidden: int, inner: int, layers: int, heads: int, gro
 GEMMA3_1B = shape("gemma3_text", 1152, 6912, 26, 4, 1, 262144)
 LLAMA3_8B = shape("llama", 4096, 14336, 32, 32, 8, 128256)
 MODELS = {
+    "agent_gsm8k_qwen_3b": shape("qwen2", 2048, 11008, 36, 16, 2, 151936) | {"tie_word_embeddings": True},
     "gsm8k_gemma3_1b": GEMMA3_1B | {"head_dim": 256, "tie_word_embeddings": True, "sliding_window": 512},
     "math_qwen3_8b": shape("qwen3", 4096, 12288, 36, 32, 8, 151936) | {"head_dim": 128},
     "helpful_llama3_8b": LLAMA3_8B,
@@ -60,7 +61,7 @@ def test_the_head_names_the_planned_memory(recipe: str, tmp_path: Path):
     for name, config_json in paths.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config_json))
-    ranks = 1 if recipe == "gsm8k_gemma3_1b" else 8
+    ranks = 1 if recipe in ("agent_gsm8k_qwen_3b", "gsm8k_gemma3_1b") else 8
     config = compose_config(overrides, Library.find(None), Machine(ranks, None))
     models = models_of(config, from_config=True)
     assert models is not None
