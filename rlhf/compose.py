@@ -165,7 +165,7 @@ def _replaced_entries(
             if not given:
                 better = shlex.quote(f"{key}={'null' if value is None else value}".replace("'", ""))
                 yield f"{what} the recipe sets {key}={now}. Remove {key} from the recipe, or write {better}."
-            elif value and given[-1] < earlier[group]:  # an entry without a value is completed in any order
+            elif value and given[-1] < earlier[group]:  # for an entry with an empty value, the order does not matter
                 yield f"{what} {key}={now} is set, too. Remove one of them, or write {group}={chosen[group]} first."
 
 

@@ -23,7 +23,7 @@ class UserError(Exception):
 class RunEnded(Exception):
     """A run that was started from Python ended early, for the reason in its log.
 
-    `exit_code` is `EXIT_REQUEUE` after a request to stop, or if a remote copy is missing. Then the same call continues.
+    `exit_code` is `EXIT_REQUEUE` after a request to stop, or if a remote copy is missing: call again to continue.
     It is `EXIT_CRASHED` or `EXIT_USER_ERROR` if something must be fixed first.
     """
 

@@ -1,8 +1,8 @@
 """Publishes the events and phases of a process to its listeners.
 
 Every part of the trainer announces events: `announce("rollout.before")`. A rank writes the newest event into its status
-file, which the supervisor reads. The fault campaign kills processes at events. `report` publishes phases for progress
-displays. A call without listeners does nothing.
+file, which the supervisor reads. The tests in `tests/faults` kill processes at events. `report` publishes phases for
+progress displays. A call without listeners does nothing.
 """
 
 import importlib
@@ -26,7 +26,7 @@ def announce(event: str) -> None:
 
 
 def report(phase: str, done: int = 0, total: int = 0) -> None:
-    """Call every follower with a phase, in words for users, and its progress: `done` of `total`, or no count if 0."""
+    """Call every follower with a phase, in words for users, and its progress: `done` of `total`; 0 means no count."""
     for follower in _followers:
         follower(phase, done, total)
 

@@ -55,7 +55,7 @@ def weight_sums(weights: Tensor, mask: Tensor) -> Tensor:
 
 
 def effective_sample_size(sums: Tensor) -> float:
-    """Return (sum w)^2 / (n * sum w^2) of `weight_sums` added over all tokens; 0 if all weights are 0.
+    """Return (sum w)^2 / (n * sum w^2) from `weight_sums` of all tokens; 0 if all weights are 0.
 
     1 means equal weights, 1 / n that a single token has all the weight.
 

@@ -103,8 +103,8 @@ def kl_cov(
 ) -> PolicyLoss:
     """Return the surrogate -A * r without clip, plus ppo_kl_coef * |log_probs - old_log_probs| on `chosen` tokens.
 
-    The caller chooses the tokens with the largest covariance of log-prob and advantage ([N, R], 0 or 1). Other
-    arguments as in `vanilla`; one metric, 1 on chosen tokens (`kl_cov_frac`).
+    `chosen` ([N, R], 0 or 1): the tokens with the largest covariance of log-prob and advantage. Other arguments as in
+    `vanilla`; one metric, 1 on chosen tokens (`kl_cov_frac`).
 
     Source: KL-Cov (arXiv 2505.22617), with the penalty of verl and of the authors' code.
     """

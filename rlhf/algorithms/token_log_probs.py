@@ -133,7 +133,7 @@ def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
 
 
 class _Sum:
-    """Sums the gradient of a parameter over the chunks of `tokens` tokens in float32 or wider.
+    """Sums a parameter's gradient over the chunks, `tokens` tokens in all, in float32 or wider.
 
     Adds the products of many chunks at once: on a GPU, adding to a large sum takes longer than one chunk's product.
     """

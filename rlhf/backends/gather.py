@@ -140,8 +140,8 @@ def _padded(box: Box, width: int) -> list[int]:
 def _gathered_equal(
     bucket: Sequence[tuple[str, tuple[int, ...], Tensor]], ranks: dims.RankGroup
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor of a bucket of equal parts, unsharded. A tensor is copied once, on any number of ranks. A large
-    tensor is alone in its bucket and is not copied."""
+    """Yield each tensor of a bucket of equal parts, unsharded. On any number of ranks, each tensor is copied once
+    after the gather. A tensor that is alone in its bucket is not copied."""
     content = [part.view(torch.uint8) for _, _, part in bucket]
     received = gather_from(ranks, content[0] if len(content) == 1 else torch.cat(content))
     widths = [part.numel() for part in content]

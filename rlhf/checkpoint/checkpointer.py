@@ -90,9 +90,10 @@ class Checkpointer:
     def resume(self) -> bool:
         """Restore the newest intact checkpoint or snapshot, or return False if the run has neither.
 
-        In a process that has already trained, this is a rollback. A rollback ignores snapshots: whether they exist
-        depends on free memory, but the later bits must not. Raises UserError when the checkpoint and the configuration
-        do not fit, when no intact checkpoint is left, or when a machine lacks memory for background saves or snapshots.
+        In a process that has already trained, this is a rollback. A rollback ignores snapshots: they
+        exist only if memory was free, and later steps must not depend on that. Raises UserError when the checkpoint
+        does not fit the configuration, when no intact checkpoint is left, or when a machine lacks memory for
+        background saves or snapshots.
         """
         self._settle()
         timeout_s = self._settings.timeout_s
@@ -134,7 +135,7 @@ class Checkpointer:
         return True
 
     def _check_memory(self) -> None:
-        """Raise UserError on every rank if a machine lacks memory for the copies. A rollback reuses its copies."""
+        """Raise UserError on every rank if a machine lacks memory for the copies. A rollback has the memory already."""
         if self._background is not None:
             copied = self._state.copied_bytes(self._settings.contents, self._settings.hf_adapter)
             check_memory(copied, self._coordinator)

@@ -1,1 +1,1 @@
-"""Command lines of rlhf.train, rlhf.plan, rlhf.samples, rlhf.compare, rlhf.report, rlhf.status and rlhf.translate."""
+"""Implements rlhf.train's command line, and the commands plan, doctor, samples, compare, report, status, translate."""

@@ -28,7 +28,7 @@ from rlhf.printable import printable
 FLAGS = ("--json", "--help", "-h")
 WITH_VALUE = ("--config-dir",)
 NODE_DEADLINE_S = 40.0
-"""Seconds for the checks of a node. The longest starts a confined process."""
+"""Seconds for the checks of a node. The longest check starts a confined process."""
 COLLECTIVES_S = 120.0
 """Seconds for the collective test on one node, with the imports of its ranks."""
 HERE = "this node"
@@ -83,7 +83,7 @@ def _print(results: Sequence[CheckResult], *, as_json: bool) -> None:
 
 
 def lines(results: Sequence[CheckResult]) -> Iterator[str]:
-    """Yield a line for each finding, and a line for each check that is ok: for all its nodes together."""
+    """Yield a line for each finding, and one line per check for all nodes where the check is ok."""
     width = max((len(each.check) for each in results), default=0)
     order = {name: position for position, name in enumerate(dict.fromkeys(each.check for each in results))}
     for _, group in groupby(sorted(results, key=lambda each: order[each.check]), key=lambda each: each.check):

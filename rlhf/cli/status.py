@@ -23,7 +23,7 @@ from rlhf.tracking.status_text import status_lines
 
 EVERY_S = 1.0
 PLAIN_EVERY_S = 10.0
-"""Seconds between two updates with --watch: on a terminal, and elsewhere."""
+"""Seconds between two updates with --watch: EVERY_S on a terminal, PLAIN_EVERY_S elsewhere."""
 
 
 def main(argv: list[str] | None = None) -> int:

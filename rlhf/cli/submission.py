@@ -66,7 +66,7 @@ def _reject_ray(config: Config) -> None:
 
 
 def _check_secrets(run: CheckedRun, remedy: str = "") -> None:
-    """Raise UserError if an argument contains a secret. `remedy` is a sentence about the scheduler's own way."""
+    """Raise UserError if an argument contains a secret. `remedy` is a sentence on how the scheduler sets secrets."""
     for setting, (_, secret) in typed_secrets(run.config):
         # Compare names, too: an argument may contain the secret with escapes, or next to an interpolation.
         names = [argument.partition("=")[0].lstrip("+") for argument in run.arguments]

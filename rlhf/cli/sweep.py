@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 NAME = "trainer.experiment_name"
 LONGEST_NAME = 200
-"""Most bytes of a run folder's name; most file systems allow 255."""
+"""A longer name of a run folder is cut to this many bytes; most file systems allow 255."""
 
 
 @dataclass(frozen=True)

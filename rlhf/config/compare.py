@@ -67,7 +67,7 @@ class ConfigDiff:
 
 
 def compare(stored: Config, present: Config) -> ConfigDiff:
-    """Sort the settings that differ by their `resume` rule (see `rlhf.config.schema.fields`)."""
+    """Divide the differing settings into harmless and trajectory, mainly by `resume` (`rlhf.config.schema.fields`)."""
     diff = ConfigDiff([], [])
     optimizers = [role.optim for config in (stored, present) for role in (config.actor, config.critic)]
     no_critic = not any(needs_critic(config.algorithm, config.critic) for config in (stored, present))

@@ -22,7 +22,7 @@ class ConfigFolder(FileConfigSource):
     groups: frozenset[str] = frozenset()
     set_by_files: ClassVar[set[str]] = set()
     required_by_files: ClassVar[set[str]] = set()
-    """Settings that the files of a composition set, and settings that they require (`???`)."""
+    """Settings that a composition's files set (`set_by_files`), and settings that the files require (`???`)."""
 
     @staticmethod
     def scheme() -> str:

@@ -64,7 +64,7 @@ def needs_old_log_probs(actor: ActorConfig, algorithm: AlgorithmConfig, mini_bat
 
 
 def longest_sample(data: DataConfig) -> int:
-    """Return the most tokens of a sample: the longest prompt plus the longest response."""
+    """Return the largest number of tokens of a sample: the longest prompt plus the longest response."""
     return data.max_prompt_length + data.max_response_length
 
 

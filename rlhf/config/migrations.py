@@ -51,7 +51,7 @@ class Added:
 
 @dataclass(frozen=True)
 class Restated:
-    """A setting that expresses the same by another value. `value` returns it from the stored value."""
+    """A setting with a new value of the same meaning. `value` returns the new value for a stored value."""
 
     key: str
     value: Callable[[Any], Any]
@@ -66,7 +66,7 @@ def _null_for_float32(stored: Any) -> Any:
 
 
 def _at_least_async_steps(stored: Any, tree: dict[str, Any]) -> Any:
-    """Return the bound that responses in flight had: without dynamic sampling, `async_steps` alone."""
+    """Return the bound that applied: max(`stored`, `async_steps`); without dynamic sampling, max(1, `async_steps`)."""
     steps = tree["rollout"]["async_steps"] if _has(tree, "rollout.async_steps") else 0
     filters = tree["algorithm"]["filter_groups"] if _has(tree, "algorithm.filter_groups.enable") else {}
     if not isinstance(stored, int) or not isinstance(steps, int):

@@ -81,7 +81,7 @@ def hide(value: T, raw: Any, path: str = "RLHF", *, free: bool = False) -> T:
 
 
 def _option(before: Any) -> str:
-    """Return the suffix of the path of a list's item after the option `before`, such as `.api-key`; else empty."""
+    """Return the path suffix of a list item after the option `before`, such as `.api-key`; empty after other items."""
     option = _OPTION.fullmatch(before) if isinstance(before, str) else None
     return f".{option[1]}" if option and SECRET_KEY.fullmatch(option[1]) else ""
 

@@ -131,7 +131,7 @@ def hash_of_files(functions: Sequence[str]) -> str:
     """Return a hash of the users' files among `functions`, without the files that they import.
 
     Args:
-        functions: `path/to/file.py:name`, absolute paths, or names of functions of ours, which are not hashed.
+        functions: `path/to/file.py:name`, absolute paths, or names of bundled functions, which are not hashed.
     """
     paths = [split_spec("functions", each)[0] for each in functions if ".py:" in each]
     paths += [path for each in functions if ".py:" not in each and (path := Path(each)).is_absolute()]

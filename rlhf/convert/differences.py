@@ -55,7 +55,7 @@ class Compared:
 
 
 def documents(roles: Mapping[str, TensorSource]) -> dict[str, dict[str, Any]]:
-    """Return a checkpoint's settings and state: kind, such as `config` -> dotted name -> value."""
+    """Return a checkpoint's settings and state, {kind, such as `config`: {dotted name: value}}."""
     found: dict[str, dict[str, Any]] = {}
     first = next(iter(roles.values()))
     if isinstance(first, NativeCheckpoint):

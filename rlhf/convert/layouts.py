@@ -118,7 +118,7 @@ def _is_known(origin: Origin, candidates: list[LayoutEntry]) -> bool:
 
 
 def _checkpoint_around(origin: Origin, candidates: list[LayoutEntry]) -> Path | None:
-    """Return the checkpoint that contains the folder `origin`, such as the parent of our `global_step_N/actor`."""
+    """Return the checkpoint around the folder `origin`, such as `global_step_N` around `global_step_N/actor`."""
     parents = [path for path in origin.path.absolute().parents[:2] if step_of(path) is not None]
     return next((path for path in parents if _is_known(replace(origin, path=path), candidates)), None)
 
@@ -129,7 +129,7 @@ def _role_hint(origin: Origin, within: Path) -> str:
 
 
 def _roles_in(origin: Origin, candidates: list[LayoutEntry]) -> list[str]:
-    """Return the model folders in a step folder of verl that lacks the folder of `origin.role`."""
+    """Return the roles in a step folder of verl: its folders that a layout recognises."""
     names = sorted(path.name for path in islice(origin.path.iterdir(), MOST_ROLES) if path.is_dir())
     return [name for name in names if _is_known(replace(origin, role=name), candidates)]
 

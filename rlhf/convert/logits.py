@@ -17,7 +17,7 @@ Opened = tuple[TensorSource, Path]
 
 
 def largest_difference(a: Opened, b: Opened, architecture: Architecture, rows: int) -> float:
-    """Return the largest absolute difference of the logits of two checkpoints on `rows` rows of tokens, or NaN.
+    """Return the largest absolute difference of two checkpoints' logits on `rows` rows; NaN if a logit is NaN.
 
     One model at a time is in memory. transformers opens a Hugging Face folder with the folder's own configuration, and
     any other checkpoint with the configuration of `architecture`.

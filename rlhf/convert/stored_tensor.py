@@ -22,7 +22,7 @@ MOST_EXPANDED = 64 << 20
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file whose first element is at byte `byte`; no element is in memory."""
+    """A tensor in a file, from byte `byte` on; no element is in memory."""
 
     path: Path
     byte: int

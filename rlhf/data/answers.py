@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 def warn_of_numbers(prompts: PromptSet, setting: str, functions: Sequence[str]) -> None:
     """Log a warning if the first reference answer is a number and a reward function is in a file of the user.
 
-    A new user's function compared 42 with "42": every reward was low, without a message.
+    A function that compares 42 with "42" gives every response a low reward, without a message.
     """
     answer = prompts[0].ground_truth
     own = [each for each in functions if ".py:" in each]

@@ -37,8 +37,8 @@ def custom_records(
 ) -> list[CustomRecord]:
     """Return the rows that the user's code makes, at most `max_samples` of them.
 
-    The random generators of Python, NumPy and torch start in the same state on all ranks, and have their earlier state
-    again afterwards.
+    The random generators of Python, NumPy and torch start in the same state on all ranks. Afterwards they get their
+    earlier state back.
 
     Raises:
         UserError: the code cannot be imported, raises an error, or returns anything but a dict.

@@ -38,7 +38,7 @@ def cache_folder(setting: str | None) -> Path:
 
 
 def open_or_make(folder: Path, key: str, make: Callable[[Path], None]) -> MappedPrompts:
-    """Return the set `key` of the cache `folder`. If it is missing, one process calls `make` to write it; others wait.
+    """Return the set `key` of the cache `folder`. If it is missing or damaged, one process calls `make`; others wait.
 
     Raises:
         NotPlain: the prompts have a value that the cache cannot store.

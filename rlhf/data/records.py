@@ -36,7 +36,7 @@ class Source:
     def label(self) -> str:
         """Return the `data_source` of rows whose column `data_source` is missing or empty."""
         if self.path is not None and (file := self.path.resolve()).suffix == self.path.suffix:
-            return file.stem  # the name of a link's target, except in the Hub's cache, where this name is a hash
+            return file.stem  # a link's target; in the Hub's cache, the target has a hash as name and no suffix
         return self.path.stem if self.path else self.spec.partition("@")[0].partition(":")[0]
 
     @cached_property

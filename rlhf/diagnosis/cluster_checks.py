@@ -21,9 +21,9 @@ from rlhf.ranks.parent import machine
 from rlhf.ranks.transport import LostPeer
 
 DEADLINE_S = 60.0
-"""Longest wait for other ranks, per step."""
+"""Longest wait for other ranks in one call, in seconds."""
 CLOCK_WARNING_S, CLOCK_ERROR_S = 2.0, 300.0
-"""Differences of clocks that confuse logs, and with which object stores reject requests (S3: 900 s)."""
+"""Clock differences in seconds: the first confuses logs; near the second, object stores reject requests (S3: 900)."""
 LEAVE_S = 5.0
 """Longest wait of rank 0, which may serve the store, for the other ranks' last call."""
 ALL_NODES = "all nodes"
@@ -93,7 +93,7 @@ def _check(
 
 
 def node_names(machines: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the name of each rank's node. Machines with one host name get the number of their first rank, too."""
+    """Return the name of each rank's node. Machines that share a host name also get their first rank's number."""
     first = {identity: rank for rank, (identity, _) in reversed(list(enumerate(machines)))}
     hosts = [machines[rank][1] for rank in first.values()]
     return [host if hosts.count(host) == 1 else f"{host} (rank {first[identity]})" for identity, host in machines]

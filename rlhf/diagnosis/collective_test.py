@@ -90,7 +90,7 @@ def _test(trainer: TrainerConfig, coordinator: Coordinator, members: Sequence[in
         for partner in partners(members, rank):
             _exchange(device, rank, partner, progress)
         progress.done = True
-    except Exception as problem:  # the other ranks report it
+    except Exception as problem:  # rank 0 reports it
         progress.problem = f"{type(problem).__name__}: {one_line(problem)}"
 
 
@@ -113,7 +113,7 @@ def _exchange(device: torch.device, rank: int, partner: int, progress: RankProgr
     first, second = sorted((rank, partner))
     progress.stage = f"exchange of ranks {first} and {second}"
     tensor, small = torch.zeros(BYTES[device.type], dtype=torch.uint8, device=device), torch.zeros(1, device=device)
-    for each in (small, tensor):  # the small tensor connects the two, and waits until both are here
+    for each in (small, tensor):  # the small tensor connects the two ranks and synchronises them
         begin = time.perf_counter()
         for source in (first, second):
             if source == rank:
@@ -131,7 +131,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def partners(members: Sequence[int], rank: int) -> Iterator[int]:
-    """Yield the partner of `rank` in each round in which it has one. In all rounds, each pair of members meets once."""
+    """Yield the partner of `rank` in each round in which it has one. Each pair of members meets at most once."""
     if rank not in members:
         return
     places: list[int | None] = [*members, *([None] if len(members) % 2 else [])]

@@ -27,7 +27,7 @@ PAGE = "docs/design/reward-isolation.md"
 
 
 def confinements(reward: RewardConfig, env: EnvConfig) -> list[Confinement]:
-    """Return the rights of the kinds of confined processes that a run starts."""
+    """Return the rights of each kind of confined process that a run starts."""
     found = []
     if any(name not in IN_THE_RANKS for name in reward.functions):
         found.append(Confinement(reward.memory_gb, reward.network, []))

@@ -18,7 +18,7 @@ from rlhf.storage.layout import TEMPORARY, scan
 
 TEST_BYTES = 16 << 20
 SLOW_SYNC_S = 1.0
-"""A run syncs a few small files in each step."""
+"""Seconds above which a small sync is slow, because a run syncs a few small files in each step."""
 SETTING = "trainer.default_local_dir"
 
 
@@ -73,7 +73,7 @@ def check_disk(run_dir: Path, size: CheckpointSize | None, share: float, timeout
 
 
 def measure(path: Path) -> tuple[float, float]:
-    """Return the bytes per second of a write with sync to the file `path`, and the seconds of a small one."""
+    """Return the bytes per second of a write with sync to the file `path`, and the seconds of a small write."""
     block = os.urandom(1 << 20)  # some file systems compress
     begin = time.perf_counter()
     append_durably(path, [block] * (TEST_BYTES // len(block)))

@@ -19,7 +19,7 @@ SHARED_FOR_NCCL = 1 << 30
 CGROUPS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Files with the memory limit of a container, in cgroups of version 2 and 1."""
 FEWEST_FILES = 1024
-"""Open files without which a rank may fail: connections to peers and servers, shards of models."""
+"""With a lower limit of open files, a rank may fail: it opens connections to peers and servers, and model shards."""
 
 
 def memory_limit() -> int:
@@ -48,7 +48,7 @@ def check_host_memory(plan: Plan | None, ranks: int) -> Iterator[Outcome]:
 
 
 def host_problems(needed: int, total: int, available: int) -> Iterator[Outcome]:
-    """Yield a finding if `needed` bytes are more than the node's memory, or than processes leave of it."""
+    """Yield a finding if `needed` bytes are more than the node's memory, or more than its processes leave free."""
     if needed > total:
         yield error(
             f"the ranks need {gib(needed)}, and this node has {gib(total)}. Start fewer ranks per node (trainer.nproc) "

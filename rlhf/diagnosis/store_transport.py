@@ -19,7 +19,7 @@ from rlhf.ranks.world import STORE_FD
 
 _AGENT_STORE, _RESTART = "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"
 _SPARE_S = 5.0
-"""Seconds that other ranks wait longer than rank 0, which names the missing ranks."""
+"""Other ranks wait this many seconds longer than rank 0, which names the missing ranks."""
 
 
 def open_store(deadline_s: float) -> dist.Store:
@@ -77,7 +77,7 @@ class StoreTransport(Transport):
         return values[0] if values else None
 
     def _exchange(self, value: Any, answer: Callable[[list[Any]], Any]) -> Any:
-        """Send `value` to rank 0, and return on every rank what `answer` on rank 0 makes of all values."""
+        """Send `value` to rank 0, which calls `answer` with all values. Return the result of `answer` on every rank."""
         call = next(self._calls)
         if self.rank != 0:
             self._write(f"{call}/{self.rank}", value)
@@ -114,7 +114,7 @@ class StoreTransport(Transport):
         return self.all_gather(value if self.rank == source else None)[source]
 
     def leave(self, seconds: float) -> None:
-        """Wait up to `seconds` until every rank calls this method: rank 0 may serve the store."""
+        """On rank 0, which may serve the store, wait up to `seconds` until every rank has called this method."""
         self._store.set(f"left/{self.rank}", "")
         if self.rank == 0:
             try:

@@ -39,7 +39,7 @@ class ServedAgent:
     """Runs the program of one episode in a folder of its own, with an endpoint of its own."""
 
     def __init__(self, program: ProgramStart, timeout_s: float, folder: Path) -> None:
-        """`folder`: of the program; it does not exist yet. Its path must be the same when the program starts again."""
+        """`folder`: the program's new folder, not created yet. A restarted program must get the same path."""
         self._program, self._timeout_s, self._folder = program, timeout_s, folder
         self._events: queue.Queue[PendingRequest | None] = queue.Queue()
         self._conversation = Conversation()
@@ -53,7 +53,7 @@ class ServedAgent:
         self._endpoint: ChatEndpoint | None = None
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Make one call and return `value`, or `error`. An agent has no `state`: repeated calls restore it."""
+        """Make one call and return `value`, or `error`. An agent has no `state`; a resume repeats its calls."""
         try:
             return {"value": getattr(self, f"_{request['op']}")(request), "state": None}
         except (_FailedError, RejectedRequest) as error:
@@ -68,7 +68,7 @@ class ServedAgent:
         self._kill()
 
     def _open(self, request: dict[str, Any]) -> None:
-        """Store the seed. `_start` starts the program, because it receives the row."""
+        """Store the seed. `_start`, which receives the row, starts the program."""
         self._seed = int(request["seed"])
 
     def _start(self, request: dict[str, Any]) -> dict[str, Any]:

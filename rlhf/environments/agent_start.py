@@ -44,8 +44,8 @@ class ProgramStart:
         Args:
             variables: additions to the environment.
             output: descriptor for the program's output.
-            seed: of the global generators of a Python script. After a kill, the script must send the same requests
-                again.
+            seed: seeds a Python script's global generators, so that the script sends the same requests again after
+                a kill.
         """
         with warnings.catch_warnings():
             # Python 3.12 warns because this process has other threads. They wait in system calls, without locks.
@@ -121,7 +121,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _take_streams(output: int) -> None:
-    """Use `output` for output, no input, and close everything else, such as the trainer's sockets."""
+    """Redirect stdout and stderr to `output`, leave stdin empty, and close all else, such as the trainer's sockets."""
     null = os.open(os.devnull, os.O_RDONLY)
     for target, source in enumerate((null, output, output)):
         os.dup2(source, target)

@@ -13,7 +13,7 @@ from typing import Any
 from rlhf.environments.chat_protocol import chunks
 
 MAX_REQUEST_BYTES = 1 << 22
-"""A reply to the trainer, of at most `MAX_REPLY_BYTES`, escapes each character that is not ASCII in up to 12 bytes."""
+"""Largest request. As ASCII JSON it is up to three times as long, and must fit into `sessions.MAX_REPLY_BYTES`."""
 IDLE_S = 600.0
 """Seconds after which the server closes a connection that sends nothing."""
 

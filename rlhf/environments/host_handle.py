@@ -159,7 +159,7 @@ class Host:
         self._channel, self._folder = ours, ""
         arguments = [str(os.getpid()), confinement, str(theirs.fileno())]
         with theirs:
-            # -P: do not import from the working directory first. New session: only the trainer receives Ctrl-C.
+            # -P keeps the working directory out of sys.path. New session: only the trainer receives Ctrl-C.
             self._popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", "rlhf.environments.host", *arguments],
                 stdin=subprocess.DEVNULL,

@@ -21,7 +21,7 @@ ANNOUNCE_S = 20.0
 """Seconds between the events of a slow round of calls."""
 MAX_REPLY_BYTES = 1 << 24
 _TRIES = 3
-"""Attempts of a call, if the process ends for a reason other than the call. The last attempt gets its own process."""
+"""Maximum attempts to make a call if its process ends for another reason. The last attempt gets its own process."""
 
 T = TypeVar("T")
 Call = dict[str, Any]
@@ -57,7 +57,7 @@ class Session:
     made: list[tuple[Call, Reply]] = field(default_factory=list)
     """All calls so far, with their replies."""
     state: dict[str, Any] | None = None
-    """State after the last of `made`; None if the object cannot save its state."""
+    """State after the last call in `made`; None if the object cannot save its state."""
     _channel: socket.socket | None = None
     _process: Process | None = None
 
@@ -70,7 +70,7 @@ class Session:
         """Make the calls in order and return their replies. Raise EnvironmentFailed if a call fails."""
         for attempt in range(_TRIES):
             try:
-                # The last attempt has a process of its own, because other environments' calls can end a shared one.
+                # The last attempt has a process of its own: calls of other environments can end a shared process.
                 self._restore(single=attempt + 1 == _TRIES)
                 replies = [self._exchange(call) for call in calls]
             except (_ProcessGoneError, OSError) as error:
@@ -103,7 +103,7 @@ class Session:
         """Send one request and return its reply, both before the deadline."""
         assert self._channel is not None
         assert self._process is not None
-        # The reply must repeat a random number. So code that a tool runs cannot write the next reply in advance.
+        # The reply must repeat a random number, so that code run by a tool cannot write the next reply in advance.
         number = secrets.token_hex(8)
         try:
             self._channel.settimeout(self.pool.config.timeout_s)

@@ -34,7 +34,7 @@ AFFECTING = (
     "reward_model.",
 )
 HARMLESS = ("data.train_", "data.shuffle", "data.gen_batch_size", "model.path", "model.enable_gradient_checkpointing")
-"""Results depend on settings with a prefix in AFFECTING but not in HARMLESS, and on the files in `files_of`."""
+"""Results depend on settings with a prefix in AFFECTING but not in HARMLESS, and on the files of `files_of`."""
 
 
 def files_of(planned: PlannedEvaluation) -> dict[str, str]:

@@ -23,7 +23,7 @@ STEPS_LEFT = 1_000_000
 but the total must be longer than any stored warm-up."""
 NAMED_BY_TARGETS = {"model.path", "trainer.resume_mode", "trainer.resume_from_path"}
 RECIPE = "recipes=minimal"
-"""Override with the recipe that configures a model if the command names neither a run nor a recipe."""
+"""The override that selects a recipe for a model, if the command names neither a run nor a recipe."""
 
 
 @dataclass(frozen=True)

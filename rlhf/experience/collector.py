@@ -47,8 +47,8 @@ class Collected:
 class Collector:
     """Collects the batch of each step, with `DynamicSampling` if `algorithm.filter_groups` is enabled.
 
-    Surplus groups are carried over to the next step. Checkpoints include them, and they stay on the rank that
-    generated them. With `rollout.async_steps`, later steps continue unfinished responses (`PartialRollouts`). Servers
+    Surplus groups are carried over to the next step, on the rank that generated them, and are part of checkpoints.
+    With `rollout.async_steps`, later steps continue unfinished responses (`PartialRollouts`). Servers
     continue these responses while the ranks train. A save stops the servers and includes the responses.
     """
 
@@ -62,7 +62,7 @@ class Collector:
     generation: Generation
     device: torch.device
     ends_with: Callable[[int, float], bool]
-    """Returns whether a step is the run's last, given the epochs so far. The last step starts no generation ahead."""
+    """Returns whether a step is the last, given the epochs so far. The last step begins no background generation."""
     windows: frozenset[int] = frozenset()
     """Sliding windows of the models' layers, in tokens. `step_metrics` counts the tokens beyond each window."""
     _source: NewPrompts | PartialRollouts = field(init=False)

@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Group:
-    """A prompt whose responses are generated, and from the last response on scored."""
+    """A prompt whose responses are scored as soon as the last of them is complete."""
 
     drawn: DrawnPrompt
-    samples: dict[int, Sample] = field(default_factory=dict)  # complete ones, by number
+    samples: dict[int, Sample] = field(default_factory=dict)  # complete samples, by number
     items: list[RewardItem] = field(default_factory=list)  # of all samples
     results: list[RewardResult] | None = None
     call: Future | None = None  # the call that scores the group
@@ -34,9 +34,10 @@ class _Group:
 class EarlyScores:
     """Scores groups before all groups of a step are complete, so that rewards do not wait for the longest response.
 
-    A score depends only on its sample or its group, so an early score equals a late one. Groups are left to the caller
-    after a timeout, because the generation on the same machine may have caused it, and after an error, which the caller
-    then gets at the usual point. Texts are decoded in the caller's thread, because tokenizers are not thread-safe.
+    A score depends only on its sample or its group, so an early score equals a late one. After a timeout, the caller
+    scores the group again, because the generation on the same machine may have caused the timeout. After an error, too,
+    so that a second error is raised at the usual point. The caller's thread decodes texts, because tokenizers are not
+    thread-safe.
 
     Args:
         size: number of samples of a group.
@@ -67,7 +68,7 @@ class EarlyScores:
                     self.add(sample)
 
     def add(self, sample: Sample) -> None:
-        """Record a complete sample. Begin to score its group if it is the last; ignore samples of other prompts."""
+        """Record a complete sample. If this completes its group, begin to score the group. Ignore other prompts."""
         group = self._groups.get(sample.uid)
         if group is None or group.items:
             return
@@ -84,7 +85,7 @@ class EarlyScores:
     def pop(self, uid: int, samples: Sequence[Sample]) -> list[RewardResult] | None:
         """Return the rewards of a prompt's samples, or None if the caller must compute them. Forget the prompt.
 
-        Wait for a call that computes them now. Its samples have deadlines.
+        If a call is computing the rewards now, wait for it. Each sample has a deadline.
         """
         with self._lock:
             group = self._groups.pop(uid, None)
@@ -115,7 +116,7 @@ class EarlyScores:
             for group in groups:
                 of_group = [next(results) for _ in group.items]
                 if any(result.timeouts for result in of_group):
-                    self._reward.pop_timeouts()  # the caller counts its own
+                    self._reward.pop_timeouts()  # the caller scores again, and counts timeouts then
                 else:
                     group.results = of_group
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Compares the engine with the trainer after the engine's first sleep, in which vLLM may lose tensors (level 2)."""
+"""Compares the engine with the trainer after the first sleep: with rollout.sleep_level=2, vLLM may lose tensors."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Turns finished episodes into samples with one prompt per group, rewards of functions and environments, and counts."""
+"""Converts finished episodes to samples with one prompt per group, computes their rewards, and counts them."""
 
 from collections.abc import Sequence
 from dataclasses import replace

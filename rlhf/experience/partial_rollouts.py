@@ -16,7 +16,7 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.rollout.engine import Quota
 
 RESERVE = 4
-"""When a step begins, a share of complete groups and 1 / RESERVE of a share more should be waiting. In
+"""When a step begins, 1 + 1 / RESERVE shares of complete groups should be waiting (see `PartialRollouts`). In
 `benchmarks.async_steps`, no step waited for a batch although the lengths of responses vary."""
 
 

@@ -65,7 +65,7 @@ class PolicySampler:
     ) -> list[Sample]:
         """Return this rank's samples by the policy after `version` steps, with noise keyed by `step`. Collective.
 
-        `listener` gets samples before the others are complete, as `RolloutEngine.listen`.
+        `listener` may get samples before the others are complete (see `RolloutEngine.listen`).
 
         The first call raises UserError if the engine lost tensors in its sleep.
         """
@@ -97,7 +97,7 @@ class PolicySampler:
             return
         self._sync_weights(version)
         (sample,) = self.engine.generate([probe_request()], seed=self.seed, step=step)
-        # The actor's pass needs the memory of the engine.
+        # The actor's forward pass needs the memory that the engine uses.
         self.sleep()
         check_probe(self.actor, sample)
 

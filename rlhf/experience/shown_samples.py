@@ -18,7 +18,7 @@ from rlhf.rollout import Sample
 from rlhf.tracking.sample_files import ROLLOUT, VALIDATION, ShownSample
 
 TOKENS = 600
-"""Tokens of a rollout that are stored one by one, for the report."""
+"""Number of a rollout's first tokens to store one by one, for the report."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from rlhf.reward import RewardResult
 DRAWS, SEED = 1000, 42
 """Draws and seed of verl's bootstrap."""
 CORE = ("mean@", "pass@", "best@", "maj@")
-"""These metrics of a source's main variable are logged as `val-core` if their @ number is N. Others are `val-aux`."""
+"""These metrics of a source's main variable are `val-core` if the number after the @ is N. All others are `val-aux`."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ Callback = Callable[[int, Mapping[str, float]], object]
 
 
 def load_callbacks(trainer: TrainerConfig) -> list[Callback]:
-    """Run the files of `trainer.callbacks`, and return functions that raise errors as UserError with traceback."""
+    """Run the files of `trainer.callbacks`, and return their functions. Each raises its errors as UserError."""
     return [_loaded(spec, trainer.callback_kwargs) for spec in trainer.callbacks]
 
 

@@ -22,9 +22,9 @@ _MOST_LINES = 20
 
 
 def node_problems(run_dir: Path, stop: StopRequest) -> list[str]:
-    """Return what the quick checks of `rlhf.diagnosis` find on this node, a line each with the remedy.
+    """Return the problems that the quick checks of `rlhf.diagnosis` find on this node, a line each with the remedy.
 
-    Returns nothing if the checks fail, take longer than DEADLINE_S seconds, or a stop is requested meanwhile.
+    Return an empty list if the checks fail, take longer than DEADLINE_S seconds, or a stop is requested meanwhile.
     """
     if not (run_dir / RESOLVED).is_file():
         return []

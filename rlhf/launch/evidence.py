@@ -167,7 +167,7 @@ def report(
 ) -> str:
     """Return a report of a crash: all ranks, the end of the first traceback, and where the next start continues.
 
-    `node_problems`: what checks of this node found after the crash, a line each.
+    `node_problems`: problems that checks of this node found after the crash, a line each.
     """
     cause = first_cause(attempt, statuses)
     lines = []

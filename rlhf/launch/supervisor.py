@@ -1,6 +1,6 @@
 """Supervises a run: locks the run directory, starts and restarts the ranks.
 
-If the supervisor dies, the ranks die with it. It has no training state, so its death loses nothing.
+If the supervisor dies, the ranks die with it. The supervisor has no training state, so a new one can continue the run.
 """
 
 import logging

@@ -9,7 +9,7 @@ class EntropyControl:
     """Computes the weight of the entropy bonus in each optimizer step.
 
     A fixed weight is `entropy_coeff`. An adaptive weight depends on the previous step's entropy e, with coefficient c
-    and target t. It is c if e <= t, otherwise 0; in the first step it is c. After a step, c grows by `delta` if e < t
+    and target t: c if e <= t, otherwise 0, and c in the first step. After a step, c grows by `delta` if e < t
     and falls by `delta` if e > t, within its bounds.
 
     Source: Skywork-OR1 (arXiv 2505.22312), adaptive entropy control.

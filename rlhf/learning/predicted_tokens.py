@@ -24,7 +24,7 @@ class PredictedTokens:
     labels: Tensor
     """[M] int64: token ids."""
     mask: Tensor
-    """[N, R] float32: the response mask of the micro-batch."""
+    """[N, R] bool: the response mask of the micro-batch."""
     places: tuple[Tensor, Tensor]
     """[M] each: rows and columns of the tokens in the mask."""
 

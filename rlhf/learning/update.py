@@ -79,7 +79,8 @@ def update(
     The loss of a mini-batch is aggregated over all ranks, so the split into micro-batches and ranks changes neither
     loss nor gradient (up to rounding). Without a token that counts, the gradient is 0 and the optimizer still steps, as
     in verl and TRL: weights decay, and the schedule counts the step (`empty_mini_batches`). Without response tokens,
-    the step has only `grad_norm` and `lr`. If `guards` reject a mini-batch, the update drops its gradient and ends.
+    a step has only `empty_mini_batches`, `grad_norm` and `lr`. If `guards` reject a mini-batch, the update drops its
+    gradient and ends.
 
     Args:
         batch: this rank's samples.
@@ -134,7 +135,7 @@ def mini_batch_plans(balance: SampleBalance, budget: int, *, padded: bool) -> li
 
 
 def _finish(backend: TrainingBackend, steps: list[Metrics]) -> Metrics:
-    """Call the backend's `end_update`, because LR schedules may count updates. Return the steps' mean metrics."""
+    """Call the backend's `end_update`, because LR schedules may count updates. Return the metrics of all steps."""
     backend.end_update()
     return _means(steps)
 

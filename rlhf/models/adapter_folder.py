@@ -12,7 +12,7 @@ from rlhf.models.folder_check import safetensors_problem
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PLAIN = {"peft_type": "LORA", "bias": "none"}
-"""Settings in adapter_config.json of plain LoRA on linear layers."""
+"""Values that adapter_config.json has for plain LoRA on linear layers."""
 EMPTY = (
     "modules_to_save",
     "rank_pattern",

@@ -34,9 +34,9 @@ SIZES = (
 """Settings in config.json that are positive numbers. Some architectures have a list with a number per layer."""
 LAYERS = ("num_hidden_layers", "n_layer")
 MOST_LAYERS = 10_000
-"""Limit of layers without weights. Building more layers, only to find weights missing, would take minutes."""
+"""Limit of layers if the shapes of the weights are unknown. Building more layers would take minutes."""
 FEW_LAYERS = 1_000
-"""Number of layers that a model may have with fewer tensors than layers, because layers share weights."""
+"""A model may have this many layers even if it has fewer tensors, because layers can share weights."""
 _TASKS = {CAUSAL: "generates text from text (a causal LM)", CLASSIFIER: "gives a text a score (a sequence classifier)"}
 
 
@@ -135,7 +135,7 @@ def check_eos(where: str, tokens: Any, vocabulary: Any) -> None:
 
 
 def check_sizes(prefix: str, config: dict[str, Any], weights: Mapping[str, tuple[int, ...]]) -> None:
-    """Check the sizes in config.json, of which transformers would build a model.
+    """Check the sizes in config.json, from which transformers would build a model.
 
     Args:
         weights: shapes of the tensors in the model's files by name; empty if unknown.

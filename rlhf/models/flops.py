@@ -37,7 +37,7 @@ PEAKS: dict[str, tuple[float, float]] = {
     "B200": (2250e12, 75e12),
     "MI300X": (1307.4e12, 163.4e12),
 }
-"""Dense operations per second in bfloat16 and in float32 (without TF32), by the words that identify a device's name.
+"""Dense operations per second in bfloat16 and in float32 (without TF32), by the words that a device's name contains.
 
 From the makers' data sheets: https://www.nvidia.com/en-us/data-center/ (a100, a10, a40, l4, l40, l40s, h100, h200, dgx
 b200), with figures marked as sparse halved; https://www.amd.com (Instinct MI300X).
@@ -69,7 +69,7 @@ class UpdateFlops:
     body: int  # number of weights in matrix products that process every token
     head: int  # number of weights of the head, which processes response tokens only
     attention: int  # layers x heads x head size; each pair of tokens needs two products of this size
-    windowed: Mapping[int, int] = field(default_factory=dict)  # window -> part of `attention` in its layers
+    windowed: Mapping[int, int] = field(default_factory=dict)  # window -> its layers' part of `attention`
     frozen_body: int = 0  # frozen weights of `body`, which need no weight gradient
     frozen_head: int = 0  # frozen weights of `head`
 

@@ -92,7 +92,7 @@ def load_model_config(source: ModelSource, folder: Path) -> PretrainedConfig:
     """Load the architecture, with the dropouts of its config.json.
 
     Raises:
-        UserError: config.json or generation_config.json is damaged. transformers would ignore the latter's damage.
+        UserError: config.json or generation_config.json is damaged. transformers ignores damage in the second file.
     """
     with _damage_as_user_error(source, "config.json", "Restore it."):
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)

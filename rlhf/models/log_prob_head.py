@@ -96,7 +96,7 @@ class _Parts:
 
 
 def _parts_of(model: Any) -> _Parts | str:
-    """Return the parts, or the reason why the model has none."""
+    """Return the parts, or the reason why the model cannot be split into a trunk and a head."""
     kind = type(model).__name__
     children = {id(child): name for name, child in model.named_children()}
     trunk = children.get(id(getattr(model, "base_model", None)))

@@ -1,4 +1,4 @@
-"""Reads the shapes of a model's weights from file headers, and counts parameters, before it loads. Imports no torch."""
+"""Reads the shapes of weights from file headers, and counts parameters, before the model loads. Imports no torch."""
 
 import json
 import math

@@ -23,7 +23,7 @@ def target_of(config: Config, device_memory: int | None = None, ranks: int | Non
 
     Args:
         device_memory: bytes of each GPU of another machine; None for this machine's devices.
-        ranks: number on all machines; None for the number that this command starts, or that torchrun has started.
+        ranks: ranks on all machines; None for the ranks that this command starts, or that torchrun has started.
     """
     here, _ = number_of_ranks(config)
     ranks, local = ranks or here, int(os.environ.get("LOCAL_WORLD_SIZE", config.trainer.ranks))
@@ -129,7 +129,7 @@ def check_snapshots(config: Config, plan: Plan) -> None:
 
 
 def check_fits(config: Config) -> None:
-    """Raise UserError with the peak and remedies if the plan exceeds a GPU's memory or its part of the host's.
+    """Raise UserError with the peak and remedies if the plan exceeds a rank's part of GPU or host memory.
 
     Without GPUs, only log a warning. With GPUs and `trainer.check_memory=false`, ignore the plan's memory. In all cases
     raise UserError if vLLM can't split the attention heads, or if snapshots do not fit.

@@ -178,7 +178,7 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
 def chosen_replicas(config: Config, models: Models, target: Target) -> int:
     """Return the value that a null `backend.dp_replicate` means in a run without a checkpoint.
 
-    Ranks of different machines share one replica: they may round differently, and their replicas would diverge.
+    Ranks of different machines share one replica: machines may round differently, and their replicas would diverge.
     """
     on_one_machine = target.ranks <= config.trainer.ranks
     dtypes = {compute_dtype(config.backend), base_dtype(config.model.lora, config.backend)}

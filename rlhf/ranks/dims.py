@@ -2,7 +2,7 @@
 
 The grid is [replicate, shard]. Consecutive ranks along `shard` shard one replica of the model. All ranks train on
 different samples. A dimension whose ranks share samples (tensor, context, expert) would be a further axis inside
-`shard`: `model` would include this axis, `data` would exclude it, and callers would not change.
+`shard`: `model()` would return a group with this axis, `data()` a group without it, and callers would not change.
 
 Only `rlhf.ranks` gets ranks and groups from torch.distributed.
 """
@@ -58,7 +58,7 @@ def data() -> RankGroup:
 def model(device: torch.device, replicas: int = 1) -> RankGroup:
     """Return the ranks that shard a replica of the model with this rank. Collective with `replicas` > 1.
 
-    A rank with a whole replica is alone in a group without a process group.
+    If each rank has a whole replica, return a group of this rank alone, without a process group.
     """
     every = everyone()
     if replicas == 1:
@@ -72,7 +72,7 @@ def model(device: torch.device, replicas: int = 1) -> RankGroup:
 def mesh(device: torch.device, replicas: int) -> DeviceMesh:
     """Return the device mesh of all ranks for FSDP2, which all models share. Collective.
 
-    The mesh has one dimension with one replica, otherwise HSDP's [replicas, ranks / replicas]. Consecutive ranks are in
+    With one replica the mesh has one dimension, otherwise HSDP's [replicas, ranks / replicas]. Consecutive ranks are in
     one replica, so gathers stay within a machine if a replica fits on one.
     """
     if replicas == 1:

@@ -1,4 +1,4 @@
-"""Finds out whether the files from which this process has imported its modules have changed since."""
+"""Checks whether files that this process has imported have changed since."""
 
 import sys
 from collections.abc import Iterator

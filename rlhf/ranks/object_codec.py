@@ -40,7 +40,7 @@ def decode(message: bytes) -> Any:
 
 
 def sendable(error: Exception) -> Exception:
-    """Return `error` if another rank can build it, else an error with the same text of the nearest base class that can.
+    """Return `error` if another rank can build it, else the same text in the nearest base class that a rank can build.
 
     The class matters, because all ranks must handle the error alike.
     """

@@ -20,7 +20,7 @@ STACKS_SIGNAL = signal.SIGUSR2
 SAVE_BEGINS, SAVE_ENDS = "commit.before", "commit.after"
 """First and last event of a background save, which runs in a thread of its own."""
 SCORES = "reward.begin"
-"""Event of the loop: it scores, or waits for threads that score."""
+"""Event of the loop when it scores, or waits for threads that score."""
 SCORED = "reward.scored"
 WAITS_FOR_SCORE = "reward.wait"
 """Events of a thread that scores. The thread has scored a sample, or waits for a score with a deadline."""

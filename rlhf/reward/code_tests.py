@@ -170,7 +170,7 @@ def _exits_with_zero(path: Path, stdin: str, printed: Any, deadline: float) -> b
 
 
 def _open_again(folder: Path) -> None:
-    """Give this process its rights on its temporary folder again. Landlock does not forbid chmod to a program."""
+    """Restore this process's rights on its temporary folder. Landlock does not keep a program from calling chmod."""
     if folder.stat().st_mode & stat.S_IRWXU != stat.S_IRWXU:
         folder.chmod(stat.S_IRWXU)
 

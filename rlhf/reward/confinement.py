@@ -1,7 +1,7 @@
 """Confines a reward process: resource limits, its own folder, no network, no access to the trainer.
 
-The process confines itself before it loads a verifier, as far as its kernel allows. What the confinement blocks and
-what it leaves open is in `docs/design/reward-isolation.md`.
+The process confines itself before it loads a verifier, as far as its kernel allows. The file
+`docs/design/reward-isolation.md` lists what the confinement blocks and what it leaves open.
 """
 
 import contextlib

@@ -138,7 +138,7 @@ def raise_loopback() -> None:
 
 
 def forbid_calls(names: Sequence[str], *, only_internet: bool = False) -> None:
-    """With seccomp, let the system calls `names` fail with EPERM, for good, in this process and all its children.
+    """With seccomp, make the system calls `names` fail with EPERM, for good, in this process and all its children.
 
     `only_internet`: also forbid sockets of all families but IPv4 and IPv6. A socket in the file system, such as
     Docker's, is reachable from every network namespace.

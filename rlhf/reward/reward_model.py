@@ -21,7 +21,7 @@ from rlhf.reward.scores import RewardItem, Score, Scorer
 class RewardModel(Scorer):
     """Scores whole chats with a classifier of one label, sharded over all ranks (`backends.fsdp2.shard`) or whole.
 
-    A score equals `module(input_ids)` for that chat alone, up to rounding, in any batch.
+    In any batch, a chat's score equals `module(input_ids)` for the chat alone, up to rounding.
 
     Args:
         module: from `load_reward_model`, on `device`.

@@ -92,7 +92,7 @@ class Signature:
 
     @property
     def convention(self) -> Convention:
-        """The convention of the first parameter found: `solution_str`, `solution_strs`, then TRL's names."""
+        """The convention of the first name found: `solution_str`, `solution_strs`, TRL's names; else SAMPLE."""
         if "solution_str" not in self.named and "solution_strs" in self.named:
             return Convention.BATCH
         if "solution_str" in self.named or _TRL.isdisjoint(self.named):
@@ -101,7 +101,7 @@ class Signature:
 
     @property
     def renamed(self) -> dict[str, str]:
-        """Parameters that verl's geo3k.py, math_verify.py or prime_code name differently, with our names."""
+        """Name in verl's geo3k.py, math_verify.py or prime_code -> our name, for parameters whose names differ."""
         if self.convention is not Convention.SAMPLE or "solution_str" in self.named:
             return {}
         response = next((name for name in _OTHER_RESPONSES if name in self.named), None)

@@ -59,7 +59,7 @@ def math_verify(item: RewardItem) -> Score:
     from math_verify import parse, verify
 
     def matches(gold: str) -> bool:
-        # math-verify advises to put the reference into a LaTeX environment, and to pass it to `verify` first.
+        # math-verify's docs: put the reference into a LaTeX environment, and pass the reference to `verify` first.
         return bool(verify(parse(f"\\boxed{{{gold}}}", parsing_timeout=None), answer, timeout_seconds=None))
 
     answer = parse(item.answer, parsing_timeout=None)

@@ -17,7 +17,7 @@ from rlhf.rollout.sample import FinishReason, Sample
 from rlhf.rollout.sampling import fold, row_keys, sample
 from rlhf.rollout.stop_strings import StopStrings
 
-# Waiting samples are admitted when one row in this many is free. Admitting them one by one would cost more passes.
+# Admit waiting samples when 1 in REFILL_SHARE rows is free. Admitting samples one by one would cost more passes.
 REFILL_SHARE = 16
 
 # State of each row: index of its request, first column of its prompt in the cache, time of its response's first token
@@ -102,7 +102,7 @@ class Decoding:
         longest = int(self.counts.max())
         log_probs = self.log_probs[:, :longest].cpu().numpy()
 
-        # `answered` copies: a view would keep the padding of all rows in memory.
+        # `answered` copies the tokens: a view would keep the padding of all rows in memory.
         new = [slice(start, end) for start, end in zip(self.starts.tolist(), self.counts.tolist(), strict=True)]
         return [
             request.answered(self.tokens[row, new[row]], log_probs[row, new[row]], self.reasons[row], version)

@@ -17,7 +17,7 @@ FIELDS = 6
 `Sample.observations`."""
 Arrays = dict[str, np.ndarray]
 Layout = dict[str, tuple[str, int]]
-"""Array name -> type in NumPy's notation, and length. The order is that of the arrays' bytes."""
+"""Array name -> type in NumPy's notation, and length. The entries have the order of the arrays' bytes."""
 
 
 def to_arrays(samples: Sequence[Sample]) -> Arrays:

@@ -95,8 +95,8 @@ class WeightCheck:
 
     - A weight is compared with the engine's weight of the same name.
     - A fused weight is compared with the concatenation of its parts.
-    - The other weights of a layer (such as experts) have different names in the engine. The check compares the sum of
-      the layer's sent weights without a namesake with the sum of the layer's weights that only the engine has. If the
+    - The other weights of a layer (such as experts) have different names in the engine. The check sums these
+      weights as sent, and the weights of the layer that only the engine has, and compares the two sums. If the
       sums differ at the first sync, the check assumes that the engine computes its weights from the sent ones (Mamba's
       decay rates, for example). The check then logs a warning, and from then on only requires that the engine's sum
       changes exactly when the sum of the sent weights changes.

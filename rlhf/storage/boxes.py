@@ -1,6 +1,6 @@
 """Describes parts of tensors by offsets and sizes. Imports no torch.
 
-A part with one offset and size per dimension is a box of the tensor, which is cut by rows, columns or both. A part with
+A part with one offset and size per dimension is a box: the tensor is cut by rows, columns or both. A part with
 a single offset and size is a range of the flattened tensor, in row-major order.
 
 ZeRO's partitions are ranges; as boxes, a range would be a list of up to 2 * ndim - 1 boxes. FSDP's rows are boxes and

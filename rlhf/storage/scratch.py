@@ -15,7 +15,7 @@ from rlhf.storage.files import make_private_dir, remove_dir, remove_file
 
 SHARED_MEMORY = Path("/dev/shm")
 LONGEST = 50
-"""Most characters of the parent folder's path. A UNIX socket's path has at most 107 bytes, and vLLM's name takes 36."""
+"""Maximum length of the parent folder's path. A UNIX socket's path has at most 107 bytes, and vLLM's name takes 36."""
 _NAME = re.compile(r"rlhf\.[0-9a-f]{12}")
 
 log = logging.getLogger(__name__)

@@ -104,8 +104,8 @@ def lay_out(file_name: str, shards: Shards) -> tuple[dict[str, Tensor], FileShar
     """Return the shards that this rank saves, flattened and in the order of its file, and its share of the index. The
     share has a hash of all tensors, saved here or not, so that the merge notices a tensor that no rank saves."""
     flat = {name: p.local.detach().reshape(-1) for name, p in shards.items() if p.saved_here and p.local.numel()}
-    # One rank writes the step counts and all ranks read the counts. Store the counts next to each other: otherwise all
-    # ranks would read the whole file of the one rank.
+    # One rank writes the optimizer's step counts and all ranks read the counts. Store the counts next to each other:
+    # otherwise all ranks would read that rank's whole file.
     flat = dict(sorted(flat.items(), key=lambda item: item[1].numel() > 1))
     number = {name: i for i, name in enumerate(sorted(shards))}
     rows = rows_of((number[name], shards[name].box) for name in flat)
@@ -219,7 +219,7 @@ class TensorReader:
 
 
 class _Read(NamedTuple):
-    """A read of the bytes [start, stop) of a file. `into` receives all of their elements, or those of `layout`."""
+    """A read of the bytes [start, stop) of a file. `into` receives all elements, or only those of `layout`."""
 
     start: int
     stop: int

@@ -74,8 +74,8 @@ def check_run_dir(run_dir: Path) -> None:
 
 @contextmanager
 def damage_as_user_error(run_dir: Path, *files: str) -> Iterator[None]:
-    """Raise UserError for the errors that damaged files of a run cause. `files` are the names of the files that the
-    context reads, without files whose reader names them in its own UserError."""
+    """Raise UserError for the errors that damaged files of a run cause. `files` names the files that the context
+    reads, except files whose reader raises a UserError itself."""
     try:
         yield
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""Passes a run's metrics and samples to the tracker and the progress display on the driver; other ranks log none."""
+"""Passes a run's metrics and samples to the tracker and the progress display on rank 0; other ranks log nothing."""
 
 import logging
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Measured(Protocol):
 
 
 class RunLog:
-    """Records metrics and shows progress of a run of at most `total_steps`. Only the driver has a `tracker`.
+    """Records metrics and shows progress of a run of at most `total_steps`. Only rank 0 has a `tracker`.
 
     With `log_samples`, also logs the best and the worst sample of each step's rollouts and evaluation. The saved state
     is the end of the metric history; a resume or a rollback cuts the history there.
@@ -42,12 +42,12 @@ class RunLog:
         self._saved: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the end of the history; nothing before `start`, because a resume cuts the history in `start`."""
+        """Return the end of the history, or {} before `start`, because only `start` cuts the history after a resume."""
         return self._tracker.state_dict() if self._tracker is not None and self._started else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the end of the history at which the next `start` or `rewind` cuts. Raise KeyError or ValueError for a
-        state of another form, because only the driver reads the state later."""
+        state of another form, because only rank 0 reads the state later."""
         if state:
             HistoryMark.parse(state["mark"])
             str(state["run_id"])

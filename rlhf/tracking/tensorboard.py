@@ -55,7 +55,7 @@ class TensorBoard:
             self._writer.add_text(GENERATIONS, markdown_table(self._table.COLUMNS, rows), step)
 
     def _number_files(self) -> None:
-        """Rename the event files to 0, 1, 2 and so on, in their order, so that the next file sorts behind all of them.
+        """Rename the event files to 0, 1, 2 and so on, in their order, so that the next file sorts after all of them.
 
         Readers order files by name, and torch names a file by the time of its creation, in seconds. After a clock was
         set back, or with two starts in one second, the next file could come before an earlier file.

@@ -18,7 +18,7 @@ class Deleter:
         with self._changed:
             self._trash.append(trash)
             if len(self._trash) == 1:
-                # A daemon thread, so that a process can end, above all in a crash, before the deletion is done.
+                # A daemon thread: a process, above all a crashed one, can end before the deletion is done.
                 threading.Thread(target=self._run, name="checkpoint-deleter", daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:

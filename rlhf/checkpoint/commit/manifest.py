@@ -77,9 +77,8 @@ class Manifest:
         return {name: entry for name, entry in self.files.items() if name.startswith(f"{folder}/")}
 
     def expected_at(self, root: Path) -> list[str]:
-        """Return the files that must be at `root`: all files or, on a node's own disk, the files of its storage domain,
-        and files of other domains that exist there. The disk's own domain is the domain with the most files at
-        `root`."""
+        """Return the files that must be at `root`: all files if all ranks share one disk. Otherwise, the files of the
+        disk's storage domain (the domain with the most files here), and other domains' files that exist here."""
         domains = {domain for entry in self.files.values() for domain in entry.get(DOMAINS, ())}
         there = {name for name, entry in self.files.items() if DOMAINS not in entry or (root / name).is_file()}
         by_domain = [

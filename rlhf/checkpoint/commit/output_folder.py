@@ -50,7 +50,7 @@ def output_folder(target: Path, *, overwrite: bool = False, sources: Iterable[Pa
     make_dir_durably(target.parent)
     if not remove_leftovers(target):
         raise UserError(f"{target} is being written by another process. Wait for it, or give another target.")
-    check_target(target, overwrite, sources)  # check again: the removed leftover may have been the target
+    check_target(target, overwrite, sources)  # check again: the removal may have restored an earlier target
     folder, lock = _create_locked(target)
     made = folder.stat().st_ino
     try:
@@ -132,9 +132,9 @@ def step_named(target: Path, source: Path) -> int:
 
 
 def remove_leftovers(target: Path) -> bool:
-    """Remove leftovers of killed processes beside `target`; return False if another process is writing `target`."""
+    """Remove leftovers of killed processes, or restore the only output; return False if a process writes `target`."""
     name = re.compile(rf"({re.escape(INCOMPLETE)}|{re.escape(REPLACED)}){re.escape(target.name)}-[0-9a-f]{{12}}")
-    # Sort `.incomplete-` before `.replaced-`: a living writer locks only the first, but needs both.
+    # Sort `.incomplete-` before `.replaced-`: a living writer needs both folders, but locks only the first.
     for leftover in sorted(path for path in target.parent.iterdir() if name.fullmatch(path.name)):
         try:
             lock = lock_folder(leftover)
@@ -150,7 +150,7 @@ def remove_leftovers(target: Path) -> bool:
 
 
 def is_only_output(leftover: Path) -> bool:
-    """Return whether `leftover` is a replaced folder whose successor never got its name, because of a kill."""
+    """Return whether `leftover` is a replaced folder without a target: a kill came between the two renames."""
     target = leftover.name.removeprefix(REPLACED).rpartition("-")[0]
     return leftover.name.startswith(REPLACED) and not leftover.with_name(target).exists()
 

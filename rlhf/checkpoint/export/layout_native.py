@@ -191,7 +191,7 @@ class NativeCheckpoint:
             raise self.damaged(error) from None
 
     def damaged(self, error: DamagedCheckpoint) -> DamagedCheckpoint | UserError:
-        """Return the error with the checkpoint's name, or an error that the checkpoint was removed meanwhile."""
+        """Return the error with the checkpoint's name, or one that says it was removed meanwhile."""
         return _of_checkpoint(self.path, error)
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ def adapter_in(
 
 def merged_into(base: Path, adapter: adapters.Adapter) -> dict[str, ReadableTensor]:
     """Return the tensors of the base model in `base` merged with the adapter. Raise UserError if the base has no
-    safetensors, or if both do not fit."""
+    safetensors, or does not fit the adapter."""
     source = open_safetensors(base)
     if source is None:
         raise UserError(

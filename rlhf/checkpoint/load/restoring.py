@@ -70,7 +70,7 @@ def load_state(
 
     Ranks first fetch the files that they need from other nodes' disks. Raises DamagedCheckpoint on every rank
     unless each byte of the checkpoint matches its hash; by then tensors may be overwritten, but nothing else. Raises
-    DamagedCheckpoint also for content of another form, which no trainer writes; `state` is then undefined. A part
+    DamagedCheckpoint also if content of an invalid form matches its hash; `state` is then undefined. A part
     that the stored driver state lacks starts afresh, with a warning. If settings `changed` since the save make
     generators or carried-over samples obsolete, these are not restored.
     """
@@ -252,7 +252,7 @@ class _Loading:
         return not self._manifest.imported or name in self._manifest.files
 
     def _open(self, part: str, folder: str, shards: Shards, what: str, setting: str) -> tuple[TensorReader, Shards]:
-        """Open a folder of `_tensors`. Also return `shards` under the names, and cut as the tensors, of this folder."""
+        """Open a folder of `_tensors`. Also return `shards`, renamed and cut to match the folder's tensors."""
         if PurePosixPath(folder).name == HF_FOLDER:
             # Take the names from the manifest, not from the directory: only files in the manifest can be verified.
             files = [f for f in map(PurePosixPath, self._manifest.files) if f.parent == PurePosixPath(folder)]
@@ -318,19 +318,19 @@ class _Loading:
 
     @contextmanager
     def _recording_other_form(self, name: str) -> Iterator[None]:
-        """Record errors that content of another form causes, as damage of `name`. Each byte matches its hash, so only
-        a forged checkpoint has such content."""
+        """Record errors from content of an invalid form as damage of `name`. Each byte matches its hash, so only a
+        forged checkpoint has such content."""
         try:
             yield
         except torch.OutOfMemoryError:
             raise
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError) as error:
-            log.debug("Content of another form in %s", name, exc_info=True)
-            self.outcome.damage.append(f"{name}: does not have its form ({type(error).__name__}: {error})")
+            log.debug("Content of an invalid form in %s", name, exc_info=True)
+            self.outcome.damage.append(f"{name}: has an invalid form ({type(error).__name__}: {error})")
 
     @contextmanager
     def _timing(self, name: str) -> Iterator[None]:
-        """Add the block's bytes and seconds to the throughput of the part `name`."""
+        """Add the bytes and seconds of the `with` body to the throughput of the part `name`."""
         before, started = self.files.bytes_read, time.monotonic()
         yield
         total = self.outcome.by_part.get(name, Throughput())

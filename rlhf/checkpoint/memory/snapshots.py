@@ -81,7 +81,7 @@ class MemorySnapshots:
         ranks, replicas = self.place.coordinator, self._memory.replicas
         nodes = len(ranks.domain_leaders)
         machines = math.ceil(ranks.world_size / int(os.environ.get(LOCAL_WORLD_SIZE, ranks.world_size)))
-        if replicas >= nodes == machines:  # launcher.min_nodes: fewer machines than the rules of the settings know
+        if replicas >= nodes == machines:  # launcher.min_nodes: the run has fewer machines than trainer.nnodes
             if ranks.is_leader:
                 log.warning(
                     "checkpoint.memory.replicas=%d: the run has %d of its machines now, and makes %d copies.",

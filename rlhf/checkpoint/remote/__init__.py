@@ -1,1 +1,1 @@
-"""Copies checkpoints to a remote folder behind the training, and downloads them at the start."""
+"""Copies checkpoints to a remote folder during the training, and downloads them at the start."""

@@ -64,7 +64,7 @@ class RemoteCopies:
         self._lease: Lease | None = None
 
     def start(self) -> None:
-        """Start a thread that copies, first the checkpoints left pending by earlier starts. Later calls do nothing."""
+        """Start the thread that copies. Checkpoints of earlier starts are pending at once. Later calls do nothing."""
         if self._started:
             return
         self._started = True
@@ -237,7 +237,7 @@ class RemoteCopies:
         manifest = parse_manifest(sealed, source / MANIFEST)
         files, partly = CheckedFiles(source, manifest.files), partial(store.is_partial, step)
         if not call(f"reading step {step}", partly) and (problems := damage_in(files, manifest.files)):
-            # Keep the remote copy, which may be intact, although it may also be damaged or from another trajectory.
+            # Keep the remote copy, which may be damaged or of another trajectory, because the local files are damaged.
             raise DamagedCheckpoint(f"{'; '.join(problems)}; the existing copy is unchanged")
         run_files = _describe_run_files(self._run_dir, source, step)
         # Remove an old copy before the first file is sent, because the old copy may have other files.

@@ -136,7 +136,7 @@ class Retries:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of an error, because errors of some clients are pages long."""
+    """Return an error's type and first line, because errors of some clients are pages long."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 

@@ -1,7 +1,7 @@
 """Copies each node's files of a snapshot to other nodes before the snapshot is published.
 
 The nodes form a ring. A node's files are copied to the next nodes of the ring; all nodes send at the same time. Each
-rank of a node sends and receives a part of the blocks. Nothing is synced: the copies are for memory.
+rank of a node sends and receives a part of the blocks. Nothing is synced, because the copies are in memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from rlhf.storage.reading import CheckedFiles
 
 def with_copies(files: Entries, nodes: Sequence[int], copies: int) -> Entries:
     """Return the manifest's entries after the copy: each file is also on the next `copies` nodes of the ring.
-    A file that is on more than `copies` nodes already gets no further copy."""
+    A file that is already on more than `copies` nodes gets no further copy."""
     result: Entries = {}
     for name, entry in files.items():
         holders = holders_of(entry, nodes)
@@ -59,9 +59,9 @@ class CopyRoute:
 
 
 def route(files: Entries, copies: int, sender: int, receiver: int, domains: Sequence[int], rank: int) -> CopyRoute:
-    """Return the part of `rank` in the copying from the node `sender` to the node `receiver`.
+    """Return the blocks that `rank` sends or receives when the node `sender` copies to the node `receiver`.
 
-    `domains` has each rank's node. If one node has more ranks, some of them have no blocks.
+    `domains` has each rank's node. If one node has more ranks than the other, some of its ranks have no blocks.
     """
     nodes = sorted(set(domains))
     after = with_copies(files, nodes, copies)
@@ -84,7 +84,7 @@ def route(files: Entries, copies: int, sender: int, receiver: int, domains: Sequ
 
 
 def copy_to_nodes(root: Path, files: Entries, copies: int, coordinator: Coordinator) -> None:
-    """Copy the files of the unpublished snapshot at `root`, so that they are where `with_copies` says. Collective.
+    """Copy each file of the unpublished snapshot at `root` to the nodes that `with_copies` lists. Collective.
 
     The receiver compares each block with its hash. Raises DamagedCheckpoint or OSError on every rank if a block cannot
     be read, differs from its hash, or does not fit into a node's memory.

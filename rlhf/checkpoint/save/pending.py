@@ -78,7 +78,7 @@ def over_domains(by_domain: list[Entries], coordinator: Coordinator) -> Entries:
 
 
 def _is_complete(source: Path, folder: str, names: Collection[str], coordinator: Coordinator) -> bool:
-    """Return whether `names`, the files of all domains, are all files of `source` in `folder`. For the leader only."""
+    """Return whether the domains' files `names` are all files of `source` in `folder`. Call this on the leader only."""
     return len(coordinator.domain_leaders) == 1 or read_manifest(source).in_folder(folder).keys() == set(names)
 
 

@@ -173,8 +173,8 @@ def resume_source(trainer: TrainerConfig) -> Path | None:
 
 
 def planned_steps(trainer: TrainerConfig, steps_per_epoch: float) -> int:
-    """Return the most steps of a run: `trainer.total_training_steps`, or the number of whole batches in `total_epochs`
-    epochs."""
+    """Return the largest number of steps of a run: `trainer.total_training_steps`, or the number of whole batches in
+    `total_epochs` epochs."""
     explicit = trainer.total_training_steps
     return explicit if explicit is not None else max(1, math.floor(trainer.total_epochs * steps_per_epoch))
 

@@ -18,8 +18,8 @@ from rlhf.storage.reading import CheckedFiles
 
 
 def stored_replicas(run_dir: Path, trainer: TrainerConfig, coordinator: Coordinator) -> int | None:
-    """Return `backend.dp_replicate` of the newest readable checkpoint of the run, or of the checkpoint from which it
-    starts. None without such a checkpoint, and if another number of ranks or another backend saved it. Collective."""
+    """Return `backend.dp_replicate` of the newest readable checkpoint of the run, or of the checkpoint from which the
+    run starts; None if there is none, or if another number of ranks or another backend saved it. Collective."""
     source = resume_source(trainer)
     for path in chain(published(run_dir, coordinator), [] if source is None else [source]):
         try:

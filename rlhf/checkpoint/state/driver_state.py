@@ -33,7 +33,7 @@ class DriverState:
     best_accuracy: float | None = None
     best_step: int | None = None
     wall_seconds: float = 0.0
-    """Time spent in steps, over all attempts. Of a repeated step, only the last try counts."""
+    """Time spent in steps, over all attempts. If a step is repeated, only its last try counts."""
     started_on: str | None = None
     """Day of the run's start (ISO), which chat templates print; None for another tool's checkpoint."""
 
@@ -71,7 +71,7 @@ def parse_driver_state(content: bytes, name: str, step: int) -> dict[str, Any]:
     """Parse the driver state in the file `name` of the checkpoint of `step` (from its manifest).
 
     Raises:
-        DamagedCheckpoint: a field lacks its type, the step differs, or an object's state is not a JSON object.
+        DamagedCheckpoint: a field has the wrong type, the step differs, or an object's state is not a JSON object.
     """
     state = parse_json(content, name)
     if not isinstance(state, dict):

@@ -1,4 +1,4 @@
-"""Verb `prune`: removes checkpoints as retention would, and leftovers of kills. Loads no torch."""
+"""Verb `prune`: removes checkpoints as retention would, and leftovers of killed runs. Loads no torch."""
 
 import argparse
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Prunes a run directory at rest: removes checkpoints as retention would, and leftovers of kills.
+"""Prunes a run directory at rest: removes checkpoints as retention would, and leftovers of killed runs.
 
 The run's lock makes sure that no save is in flight and no other process removes checkpoints. Imports no torch.
 """

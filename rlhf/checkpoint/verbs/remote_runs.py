@@ -18,7 +18,7 @@ from rlhf.storage.reading import CheckedFiles
 
 T = TypeVar("T")
 RETRY_S = 60.0
-"""Seconds to retry a call, and seconds that a call may make no progress."""
+"""Seconds of retries, and seconds without progress, after which a call fails."""
 
 
 class RemoteCheckpoint:

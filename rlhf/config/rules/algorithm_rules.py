@@ -19,7 +19,7 @@ POLICY_LOSS_ARGUMENTS = ("log_probs", "old_log_probs", "advantages", "mask", "co
 
 
 def idle_critic(config: Config, given: Iterable[tuple[str, Any]]) -> Iterator[str]:
-    """Yield one line per critic setting on the command line (`given`, not a recipe) if the run has no critic."""
+    """Yield one line per critic setting in `given`, the command line without recipes, if the run has no critic."""
     if needs_critic(config.algorithm, config.critic):
         return
     for key, value in given:
@@ -31,7 +31,7 @@ def idle_critic(config: Config, given: Iterable[tuple[str, Any]]) -> Iterator[st
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:
-    """Yield one line per wrong name, wrong user file (no file is run) or setting that the estimator cannot use."""
+    """Yield one line per wrong name, wrong user file (read, not run) or setting that the estimator cannot use."""
     names = (
         ("algorithm.adv_estimator", config.algorithm.adv_estimator, ESTIMATORS, ESTIMATOR_ARGUMENTS),
         ("actor.policy_loss.loss_mode", config.actor.policy_loss.loss_mode, POLICY_LOSSES, POLICY_LOSS_ARGUMENTS),

@@ -37,7 +37,7 @@ def env_problems(config: Config) -> Iterator[str]:
 def _has_secret(command: str) -> bool:
     try:
         words = shlex.split(command)
-    except ValueError:  # `check_environments` reports the quotes
+    except ValueError:  # `check_environments` reports open quotes
         return False
     return any(isinstance(word, Hidden) for word in hide(words, None, "env.command", free=True))
 

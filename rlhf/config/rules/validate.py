@@ -1,4 +1,4 @@
-"""Checks rules that types cannot express, and reports all problems at once: bounds, choices, contradictions."""
+"""Checks bounds, choices, and contradictions, which types cannot express, and reports all problems at once."""
 
 import math
 import os
@@ -101,7 +101,7 @@ def validate(
 
 
 def out_of_bounds(setting: Setting, value: Any) -> str | None:
-    """Return why `value` is not one of the setting's choices or outside its bounds; None if it is allowed."""
+    """Return why `value` is not finite, not one of the setting's choices or out of bounds; None if allowed."""
     rules = setting.metadata
     shown = f"{setting.key}={value}"
     if value is None:
@@ -140,7 +140,7 @@ def _run(config: Config) -> Iterator[str]:
 
 
 def _callbacks(config: Config) -> Iterator[str]:
-    """Yield one line per callback that does not accept a step and its metrics, and per argument that none accepts."""
+    """Yield one line per callback that rejects a step and its metrics, and per argument that no callback accepts."""
     t, accepted, known = config.trainer, set[str](), True
     for spec in t.callbacks:
         try:
@@ -180,7 +180,7 @@ def number_of_ranks(config: Config, environ: Mapping[str, str] = os.environ) -> 
 
 
 def number_of_nodes(config: Config, environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of machines of the run, as torchrun has started it or as `trainer.nnodes` says."""
+    """Return the number of machines of the run: torchrun's under torchrun, otherwise `trainer.nnodes`."""
     if "RANK" in environ and "LOCAL_WORLD_SIZE" in environ:
         return math.ceil(int(environ["WORLD_SIZE"]) / int(environ["LOCAL_WORLD_SIZE"]))
     return config.trainer.nnodes

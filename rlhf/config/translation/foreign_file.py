@@ -41,7 +41,7 @@ _LAUNCHERS_NAMES = {
     "num_nodes": "num_machines",
     "num_gpus": "nproc_per_node",
 }
-"""Maps names of torchrun and deepspeed to accelerate's, or to torchrun's for the processes of one machine."""
+"""Maps option names of torchrun and deepspeed to accelerate's `num_machines` or torchrun's `nproc_per_node`."""
 _FLAGS = ("__multi_gpu", "__standalone", "__use_deepspeed", "__use_fsdp")
 """Options of launchers without a value, with underscores for dashes."""
 _OF_ONE_START = (
@@ -62,7 +62,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     """Return the settings of a file by their dotted names, without verl's `+` and TRL's `--`.
 
     Raises:
-        UserError: the file is missing or not text, has no settings, or has a value that is no setting's.
+        UserError: the file is missing or not text, has no settings, or has a value that no setting can have.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -127,9 +127,9 @@ def _of_command(words: Sequence[str]) -> dict[str, Any]:
     """Return the arguments of a command: those after the name of the Python file or module, and those of a launcher.
 
     Launchers are accelerate, torchrun and deepspeed. The numbers of their processes and machines get accelerate's
-    names: `num_processes` and `num_machines`. Arguments of any other command before the file are not of the training.
+    names: `num_processes` and `num_machines`. Arguments of any other command before the file are ignored.
     """
-    first = 0  # of the words after the last launcher
+    first = 0  # index of the first word after the last launcher
     for number, (before, word) in enumerate(zip(["", *words], words, strict=False), 1):
         if word in _LAUNCHERS or (before == "accelerate" and word == "launch"):
             first = number

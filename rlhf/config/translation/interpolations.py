@@ -49,7 +49,7 @@ class Interpolations:
             text = new
 
     def _inside(self, body: str, place: tuple[str, ...]) -> str:
-        """Return the text of an interpolation inside of another text. Marks keep it out of the next round."""
+        """Return the text of an interpolation in another text. Marks for `${` and `}` hide it from the next round."""
         value = self._value(body, place)
         kept = value is _MISSING or isinstance(value, dict | list)
         return f"\0{body}\1" if kept else str(value).replace("${", "\0").replace("}", "\1")

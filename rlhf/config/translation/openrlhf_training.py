@@ -49,7 +49,7 @@ def correction(theirs: Theirs, recipe: Recipe) -> None:
 
 
 def adapters(theirs: Theirs, recipe: Recipe) -> None:
-    """Set the adapters. Their defaults hold only with a rank above 0."""
+    """Set the adapters. OpenRLHF's defaults apply only with a rank above 0."""
     leaves = {"alpha": 16, "target_modules": "all-linear", "dropout": 0}
     flat = {"alpha": "lora_alpha", "target_modules": "target_modules", "dropout": "lora_dropout"}
     rank = theirs.number("lora_rank", "ds.lora.rank")

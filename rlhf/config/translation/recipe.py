@@ -48,7 +48,7 @@ class Theirs:
     def take(self, *names: str) -> Any:
         """Remove the settings `names` and return the first value that is not None, or None.
 
-        The names are of one setting. Values in the file come before defaults.
+        All names mean one setting. Values in the file come before defaults.
         """
         found = {name: self.left.pop(name) for name in names if name in self.left}
         used = [name for name, value in found.items() if value is not None]
@@ -165,7 +165,7 @@ class Recipe:
 
 
 def comment(text: str, indent: str = "") -> str:
-    """Return `text` as one line of a YAML comment: no text of the file ends the comment or shows a secret."""
+    """Return `text` as one line of a YAML comment, with line breaks escaped and secrets redacted."""
     return f"# {indent}{printable(Redaction()(text))}\n"
 
 

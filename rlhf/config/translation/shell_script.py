@@ -24,7 +24,7 @@ _SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 
 
 def words_of(script: str) -> list[str]:
-    """Return the words of all commands of a script that are not assignments, comments or other shell syntax.
+    """Return the words of a script's lines, without assignments, comments, `$@` and `$*`.
 
     Variables that the script sets, their defaults (`${N:-8}`) and arithmetic with integers (`$((2 * N))`) are replaced
     by their values.

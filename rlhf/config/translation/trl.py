@@ -205,7 +205,7 @@ def _reference(theirs: Theirs, recipe: Recipe) -> None:
 
 
 def _adapters(theirs: Theirs, recipe: Recipe) -> None:
-    """Set the adapters. Their names are those of ModelConfig, whose defaults hold only with `use_peft`."""
+    """Set the adapters. The settings are TRL's ModelConfig's, whose defaults apply only with `use_peft`."""
     names = {"lora_r": ("rank", 16), "lora_alpha": ("alpha", 32), "lora_dropout": ("dropout", 0.05)}
     if not theirs.take("use_peft"):
         for name in [name for name in theirs.left if name.startswith("lora_") or name in ("use_rslora", "use_dora")]:

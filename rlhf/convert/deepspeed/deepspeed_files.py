@@ -97,7 +97,7 @@ def files_by_rank(save: Path, pattern: str) -> dict[int, Path]:
 
 
 def check_no_others(save: Path, pattern: str, ranks: int) -> None:
-    """Raise UserError that names a file of another save among the files that match `pattern`.
+    """Raise UserError, which names the file, if a file of another save matches `pattern`.
 
     Such a file has rank `ranks` or higher. If rank 0's file has no rank in its name, it is the save's only file.
     """

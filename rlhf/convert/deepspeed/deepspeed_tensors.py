@@ -113,7 +113,7 @@ def _stage_0(states: Mapping[str, Any]) -> Assembled:
 
 def _in_order(made: Assembled, shapes: Shapes, masters: list[Piece]) -> bool:
     """Return whether `masters`, the float32 weights, are in the order of `shapes`: compare some elements of each with
-    the model's weights. Return False without float32 weights, because nothing else shows the order."""
+    the model's weights. Return False without masters, because nothing else shows the order."""
     at = 0
     for name, shape in shapes.items():
         stored = made.tensors[name].read(0, min(math.prod(shape), SAMPLE))

@@ -57,7 +57,7 @@ def read_moments(
 
 
 def _check_steps(paths: Sequence[Path], entries: Sequence[dict[int, dict[str, Any]]]) -> None:
-    """Raise DamagedCheckpoint unless each rank has the step count of rank 0, compared at one parameter that both have.
+    """Raise DamagedCheckpoint unless each rank has rank 0's step count. Compare one parameter that both ranks have.
 
     Raise TypeError for a step that is not a number.
     """

@@ -1,1 +1,1 @@
-"""Reads Hugging Face folders and the Trainer's; uploads to the Hub."""
+"""Reads folders of Hugging Face and its Trainer; uploads to the Hub."""

@@ -141,7 +141,7 @@ def _named(optimizer: Any, shapes: Shapes) -> dict[str, ReadableTensor]:
 
 
 def _order(groups: list[list[int]], state: Mapping[int, Any], shapes: Shapes) -> dict[int, str]:
-    """Return the optimizer's parameter numbers -> names. The group with weight decay comes first."""
+    """Return the parameters' names by number in the optimizer. The group with weight decay is first."""
     for second in NOT_DECAYED if len(groups) == 2 else [lambda name, shape: False]:
         split: list[list[str]] = [[], []]
         for name, shape in shapes.items():

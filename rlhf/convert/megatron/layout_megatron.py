@@ -53,7 +53,7 @@ Chunk = dict[str, list[ReadableTensor]]
 
 
 def recognises(origin: Origin) -> bool:
-    """Return whether the folder, or the actor's or critic's folder in it, has rank folders."""
+    """Return whether the folder, or a folder in it (see `find_folder`), has rank folders."""
     return find_folder(origin, _has_ranks) is not None
 
 

@@ -105,7 +105,7 @@ class MegatronModel:
     """Whether the output is one value instead of a distribution over the vocabulary (a critic)."""
 
     def specs(self) -> list[TensorSpec]:
-        """Return the specification of each tensor; a tensor that every layer has gets one for all layers."""
+        """Return the specifications of all tensors; a tensor that every layer has needs only one."""
         hidden, spec = self.hidden, TensorSpec
         rows = {"q": self.heads * self.head_dim, "k": self.groups * self.head_dim, "v": self.groups * self.head_dim}
         weights = tuple((f"self_attn.{name}_proj.weight", count) for name, count in rows.items())

@@ -60,7 +60,7 @@ class TextTools:
 
 
 def _groups(messages: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Return results that follow each other as one group, any other message by itself."""
+    """Return consecutive results as one group, and each other message as a group of its own."""
     groups = list[list[Mapping[str, Any]]]()
     for message in messages:
         if groups and message["role"] == "tool" == groups[-1][0]["role"]:

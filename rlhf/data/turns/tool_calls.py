@@ -9,7 +9,7 @@ from typing import Any
 BROKEN_JSON = (ValueError, RecursionError)
 """Errors of `json.loads`: invalid JSON, a number that is too long, lists that are nested too deeply."""
 NO_NAME = "unknown"
-"""The name in the result of an invalid call whose own name is missing or no valid text."""
+"""The name in the result of an invalid call whose own name is missing or not valid text."""
 ID_LENGTH = 9
 """Characters of a call's id; Mistral's templates accept no other length."""
 _TYPES: dict[str, tuple[type, ...]] = {

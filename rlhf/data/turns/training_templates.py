@@ -34,7 +34,7 @@ class Family:
     marks: tuple[str, ...]
     switches: tuple[str, ...] = ()
     calls: str = ""
-    """Variable that is true if the chat template writes calls as `<function=`; empty if all write calls alike."""
+    """Variable that is true if the chat template writes calls as `<function=`; empty if the family has one form."""
 
     def variants(self, source: str) -> Iterator[dict[str, bool]]:
         """Yield the settings of the training template that may fit the chat template `source`."""

@@ -86,7 +86,7 @@ def _schema(url: str) -> dict[str, Any]:
             schema = json.load(reply)
         if isinstance(schema["action"], dict) and isinstance(schema["observation"], dict):
             return dict(schema)
-        why = "its /schema has another form"
+        why = "its /schema is not OpenEnv's"
     except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
         why = f"{type(error).__name__}: {error}"
     raise UserError(

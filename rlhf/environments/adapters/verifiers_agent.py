@@ -23,7 +23,7 @@ from rlhf.storage.files import write_small
 NULL = "null"
 """The harness of verifiers that only chats and calls tools of the task."""
 _tasks: list[Any] = []
-"""The tasks of a taskset that ends. The host reads them once, before the programs of episodes are forked."""
+"""The tasks of a finite taskset, or an endless one's first. The host reads them once, before it forks programs."""
 
 
 def preflight(id: str = "", config: dict[str, Any] | None = None, **other: object) -> None:
@@ -111,7 +111,7 @@ def _play_in_this_process() -> None:
         return ProgramResult(0, "", "")
 
     runtime.prepare_uv_script, runtime.run_program = prepare, run
-    # The folder was chosen at the import, in another home folder.
+    # At its import, verifiers chose a folder in another home folder.
     subprocess.CACHE_DIR = Path.home() / ".cache" / "verifiers"
     runtime.scripts_dir = str(subprocess.CACHE_DIR / "runtimes" / "scripts")
 

@@ -1,8 +1,8 @@
 """Writes the manifest of a run: a Job for one machine, a JobSet for several.
 
-Exit codes decide: after 75 the run starts again without limit, after 2 it ends, all others count as failures. In a Job,
+Exit codes decide: after 75 the run starts again without limit, after 2 it ends, other codes mean failures. In a Job,
 the supervisor restarts crashed ranks, so few pods fail, and Kubernetes replaces the pod. In a JobSet every failed pod
-fails the Job of all pods, and JobSet (0.10 or later) starts all of them again.
+fails the Job of all pods, and JobSet (0.10 or later) starts all pods again.
 """
 
 import re

@@ -23,7 +23,7 @@ from rlhf.ranks.world import LOCAL_WORLD_SIZE
 INDEX = "JOB_COMPLETION_INDEX"
 COMMAND = (sys.executable, "-m", "rlhf.train")
 CRASH_WAIT_S = 10.0
-"""Seconds between a crash and the end of the pod. A mistake on another pod ends the run only if its pod ends first."""
+"""Seconds from a crash to the end of the pod: a user error on another pod ends the run only if that pod ends first."""
 CODES = {
     Ending.DONE: EXIT_DONE,
     Ending.USER_ERROR: EXIT_USER_ERROR,
@@ -46,7 +46,7 @@ class PodRanks:
         for local in range(number):
             own = {"RANK": str(first + local), "LOCAL_RANK": str(local)}
             self._processes.append(subprocess.Popen(command, env={**threads, **environ, **own}))
-            if self._stopped:  # the signal came before this rank
+            if self._stopped:  # the signal came before this rank started
                 self._processes[-1].send_signal(signal.SIGTERM)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:

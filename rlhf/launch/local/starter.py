@@ -152,7 +152,7 @@ class LocalStarter:
     def _answer(
         self, launcher: LauncherProcess, request: Fork | CountDevices, kind: type[A], stopped: Callable[[], bool]
     ) -> A | None:
-        """Return the launcher's answer; None if it ends, is stopped or too slow, or if `stopped` returns True."""
+        """Return the answer; None if the launcher ends, is stopped or too slow, or if `stopped` returns True."""
         launcher.send(request)
         timeout_s = self._trainer.watchdog_first_timeout_s
         end, looks = time.monotonic() + timeout_s, 0

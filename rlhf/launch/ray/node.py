@@ -46,7 +46,7 @@ class NodeJob:
     folder: Path
     """The user's working directory."""
     environment: Mapping[str, str]
-    """The driver's environment, which the ranks get as with srun."""
+    """The driver's environment. The ranks inherit it, as under srun."""
     grace_s: float
     """Seconds between a request to stop and SIGKILL."""
     stop_requested: Callable[[], bool]
@@ -61,7 +61,7 @@ class StopNotices:
         self.leaves = self.stops = False
 
     def look(self, *, now: bool = False) -> bool:
-        """Return whether the ranks must leave. Ask `now`, or at most every two seconds."""
+        """Return whether the ranks must leave. With `now`, ask at once; otherwise ask at most every two seconds."""
         if not (self.leaves or self.stops) and (now or time.monotonic() - self._asked_at >= _ASK_S):
             self._asked_at = time.monotonic()
             self.leaves = _loses_a_machine()
@@ -214,11 +214,11 @@ def _message(
     """Return the message of the rank whose exit code decided, or how the ranks of this machine ended."""
     for rank in codes:
         if codes[rank] == code:
-            # A mistake that a rank finds early leaves an earlier command's status file.
+            # If a rank finds a mistake early, its status file is still an earlier command's.
             if code == EXIT_USER_ERROR and (written := ranks[rank].error()) is not None:
                 return written
             status = statuses.get(rank)
-            # An error of another kind is an earlier attempt's.
+            # An error of another kind is from an earlier attempt.
             if status is not None and status.error is not None and status.error.kind == _KINDS[code]:
                 return status.error.message
     if code == EXIT_REQUEUE:

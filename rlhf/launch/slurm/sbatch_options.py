@@ -34,7 +34,7 @@ class SortedWords:
 
 
 def sort_words(words: Sequence[str]) -> SortedWords:
-    """Return the sorted words. Raise one UserError for all options of a wrong form or set by the command itself."""
+    """Return the sorted words. Raise one UserError for all options that are malformed or that the command sets."""
     found, problems = SortedWords(), list[str]()
     remaining = list(words)
     while remaining:

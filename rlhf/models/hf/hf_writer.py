@@ -99,7 +99,7 @@ def _chunks(source: TensorSource, plan: HfPlan, file: WeightsFile, progress: Pro
 
 
 def write_exports(root: Path, exports: Mapping[str, HfExport], coordinator: Coordinator) -> Exported | None:
-    """Write `exports` (folder below `root` -> export) on the driver's disk; fsync every file. Collective.
+    """Write `exports` (folder below `root` -> export) on the leader's disk; fsync every file. Collective.
 
     Return None on ranks other than the leader, and without exports. Raise on every rank if any rank fails.
     """
@@ -127,7 +127,7 @@ RankPlan = dict[str, list[BlockPlan]]  # one rank's work: for each folder, a pla
 def _plan(
     exports: Mapping[str, HfExport], shares: Sequence[Mapping[str, FileShards]], coordinator: Coordinator
 ) -> list[RankPlan]:
-    """Return the plans of all ranks from their shards; ranks in the driver's storage domain write."""
+    """Return the plans of all ranks from their shards; ranks in the leader's storage domain write."""
     writers = [rank for rank, domain in enumerate(coordinator.domains) if domain == coordinator.domains[0]]
     plans: list[RankPlan] = [{} for _ in shares]
     for folder, export in exports.items():

@@ -27,7 +27,7 @@ SHOWN = 200  # maximal number of characters of an answer in an error
 
 
 class ServerFailure(Exception):
-    """The server sent no valid answer. `hung`: no answer came before the deadline. `status`: of an HTTP error."""
+    """The server sent no valid answer. `hung`: no answer came before the deadline. `status`: code of an HTTP error."""
 
     def __init__(self, reason: str, *, hung: bool = False, status: int | None = None) -> None:
         super().__init__(reason)
@@ -226,7 +226,7 @@ def _sample(choice: dict[str, Any], request: Request, vocab_size: int, version: 
 
 
 def _labels(spans: Any, tokens: int) -> set[str]:
-    """Return the labels in `spans` of an answer, which must cover all its tokens."""
+    """Return the labels in the `spans` of an answer; the spans must cover all `tokens` of the answer."""
     labels, end = set(), 0
     for span in spans if isinstance(spans, list) else ():
         if not isinstance(span, dict) or span.get("start") != end or not _is_int(span.get("end")):

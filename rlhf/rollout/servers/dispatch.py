@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 GROWTH = 8
-"""A limit grows by 1/GROWTH, and a lowered limit exceeds the running samples by 1/GROWTH: by at least one sample."""
+"""A limit grows by 1/GROWTH. A lowered limit exceeds the running samples by 1/GROWTH. Both by one sample at least."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Concurrency:
 
     def __init__(self, start: int) -> None:
         self.limit, self.in_flight = start, 0
-        self.waiting = 0  # samples that wait on the server; 0 unless samples waited in both last reports
+        self.waiting = 0  # samples that wait on the server; 0 unless samples waited in both of the last two reports
         self._waited = False
         self._turned_over = 0  # samples finished while the server was full, since the limit changed
 

@@ -150,7 +150,7 @@ class FleetLoop:
     def begin(self, requests: Sequence[Request], seed: int, step: int, quotas: Sequence[Quota] = ()) -> None:
         """Start to generate. `until` waits for all samples or for the quotas, and `samples` returns the samples.
 
-        The other samples go on until `stop`.
+        The servers continue the other samples until `stop`.
         """
         self._generation = ServedGeneration(requests, quotas, seed, step)
         self._budget.needed = True

@@ -47,7 +47,7 @@ class ServerHealth:
         self.in_flight = 0  # number of requests without an answer
         self._settings, self._budget, self._ours = settings, budget, ours
         self._wanted: str | None = None
-        self._verified = False  # whether this trainer completed its last push to the server, or its check
+        self._verified = False  # whether this trainer's last push to the server (or adoption of the server) succeeded
         self._start_due, self._retry_at = ours, now
         self._deadline = now + settings.start_timeout_s
         self._next_probe, self._next_count, self._last_progress = now, now, now

@@ -144,7 +144,7 @@ class RemoteKeeper:
 
 
 def keeper_of_this_run() -> Keeper | RemoteKeeper:
-    """Return the supervisor's keeper; without a supervisor, a new one of this process."""
+    """Return the supervisor's keeper; without a supervisor, a new keeper in this process."""
     return RemoteKeeper(path) if (path := os.environ.get(KEEPER)) else Keeper()
 
 

@@ -56,7 +56,7 @@ class ServerEngine:
         self._coordinator, self._fleet, self._weight_push, self._resources = coordinator, fleet, weight_push, resources
         self._weights: Weights | None = None
         self._version = 0
-        self._label = ""  # of the wanted weights; empty until their digests are known
+        self._label = ""  # label of the wanted weights; empty until their digests are known
         self._listener: Listener | None = None
         self._sizes: list[int] = []  # on the leader: each rank's number of requests in the current generation
 
@@ -176,7 +176,7 @@ class ServerEngine:
         announce("rollout.push")
         if not self._label and any(label.startswith(f"{name}.") for label in labels.values()):
             self._label = self._walk(self._weights, lambda push, tensors: push.label(tensors, name), "")
-        # An empty label is not known, neither the server's nor the one of these weights.
+        # An empty label means unknown, for a server as for these weights.
         errors = self._adopt([url for url, label in labels.items() if label and label == self._label])
         if others := {url: label for url, label in labels.items() if url not in errors}:
             pushed = self._send_weights(others, name)

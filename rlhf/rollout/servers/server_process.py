@@ -67,7 +67,7 @@ class ServerProcess:
         self._keeper.kill(self._log)
 
     def _fingerprint(self) -> str:
-        """Return a hash of the command, of the environment's part that matters, and of the code on disk."""
+        """Return a hash of the command, of the variables that affect the server, and of the code on disk."""
         variables = {name: value for name, value in self._environment.items() if name.startswith(_OF_THE_SERVER)}
         start = json.dumps([self._command, variables, code_on_disk()], sort_keys=True)
         return xxhash.xxh3_128_hexdigest(start.encode())

@@ -19,7 +19,7 @@ class Alert:
 
 
 def alerts_of_events(events: Sequence[RunEvent], last_step: int, *, ended: bool = False) -> Iterator[Alert]:
-    """Yield an alert for each crash, failure and kill, and for the end of a finished run, since alerts are on.
+    """Yield an alert for each crash, failure and kill since alerts were enabled, and for the end of a finished run.
 
     Args:
         last_step: the newest recorded step.

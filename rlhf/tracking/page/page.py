@@ -48,7 +48,7 @@ class Plotted:
 
 
 def write_page(path: Path, run_dirs: Sequence[Path], deadline_s: float = LONGEST_S) -> None:
-    """Write the page of runs into the file `path`. Raises as `page_of`, and OSError."""
+    """Write the page of runs into the file `path`. Raises the errors of `page_of`, and OSError."""
     text = page_of(run_dirs, deadline_s)
     make_dir(path.parent)
     replace_durably(path, text.encode(errors="replace"))  # users' names may have lone surrogates

@@ -14,7 +14,7 @@ PROMPTS, GROUPS, OF_GROUP = 8, 4, 8
 LONGEST = 1500
 """The report shows at most this many characters of a text."""
 LEVELS = (0.5, 0.2, 0.05)
-"""Probabilities of tokens below which the report colours them more."""
+"""Thresholds: the report colours a token more for each threshold that is above the token's probability."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class TextPart:
     text: str
     by_environment: bool = False
     level: int = 0
-    """Surprise of the tokens, from 0 to len(LEVELS): the number of probabilities in LEVELS that are above theirs."""
+    """Surprise of the tokens, from 0 to len(LEVELS): the number of LEVELS above each token's probability."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from rlhf.tracking.page.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Line
 from rlhf.tracking.progress import duration
 
 MOST_ROWS = 200
-"""Most rows of the table; the oldest are left out."""
+"""Maximum number of rows of the table. The table leaves out the oldest events."""
 _SYMBOLS = {"crashed": "crash", "failed": "crash", KILLED: "crash", "stopped": "stop", "finished": "done"}
 
 

@@ -19,7 +19,7 @@ class AdapterMessage:
 
     tensors: Mapping[str, Tensor]  # by names in checkpoints, in `dtype`
     settings: Mapping[str, Any]  # `adapter_settings`
-    digests: Digests  # of the base and the adapters, by names in Hugging Face files and of factors
+    digests: Digests  # of base weights (by names in Hugging Face files) and adapters (by names of factors)
     dtype: str
     label: str
 

@@ -27,8 +27,8 @@ from rlhf.rollout.weight_digest import Digest, WeightCheck
 class ReceivingEngine(NCCLWeightTransferEngine):
     """vLLM's NCCL engine, which also downloads buckets from a URL and recovers from an interrupted update."""
 
-    _check: WeightCheck | None = None  # of weights without adapters
-    _check_adapted: WeightCheck | None = None  # of a base with adapters
+    _check: WeightCheck | None = None  # checks weights without adapters
+    _check_adapted: WeightCheck | None = None  # checks a base with adapters
     _sent: dict[str, Any] | None = None
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
