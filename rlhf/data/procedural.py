@@ -44,7 +44,7 @@ def make_dataset(data: DataConfig, seed: int, size: int) -> Any:
             )
     try:
         return create_dataset(task, seed=seed, size=size, **settings)
-    except (AssertionError, ValueError, TypeError) as error:
+    except (AssertionError, AttributeError, ValueError, TypeError) as error:
         raise UserError(
             f"data.reasoning_gym.config={settings}: {task} rejects these values: {error}. Correct them."
         ) from error

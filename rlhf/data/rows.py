@@ -133,6 +133,10 @@ def _ends_with_answer(chat: Sequence[Mapping[str, str]], removed: int) -> str:
     )
 
 
+def _is_blank(value: Any) -> bool:
+    return (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value)
+
+
 def _is_sharegpt(chat: Any) -> bool:
     turns = chat if isinstance(chat, list) else []
     return any(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in turns)
@@ -149,10 +153,11 @@ def _ground_truth(record: Mapping[str, Any], where: str, data: DataConfig, need_
     reward_model, answer_key = record.get("reward_model"), data.answer_key
     if data.last_turn_as_answer:
         return record[answer_key]
-    if isinstance(reward_model, dict) and not _is_null(reward_model.get("ground_truth")):
-        return reward_model["ground_truth"]
-    if not _is_null(record.get(answer_key)):
-        return record[answer_key]
+    nested = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    for answer in (nested, record.get(answer_key)):
+        # Published test splits have blank answers, which an empty response would equal.
+        if not (_is_null(answer) or (need_answer and _is_blank(answer))):
+            return answer
     if not _is_null(reward_model) and not isinstance(reward_model, dict) and answer_key not in record:
         raise UserError(
             f"{where}: reward_model must be a mapping with ground_truth, not {type(reward_model).__name__}: "
@@ -165,8 +170,8 @@ def _ground_truth(record: Mapping[str, Any], where: str, data: DataConfig, need_
         if column in record:
             what = "reward_model.ground_truth" if column == "reward_model" else column
             raise UserError(
-                f"{where}: the reference answer, column {what!r}, is null in this row. Fill it in, delete the row, or "
-                "set data.answer_key to another column."
+                f"{where}: the reference answer, column {what!r}, is null or blank in this row. Fill it in, delete the "
+                "row, or set data.answer_key to another column."
             )
     near = _near(answer_key, ANSWERS, {name: None for name in record if name != data.prompt_key})
     override = near and f"data.answer_key={near}"

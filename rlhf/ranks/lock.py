@@ -192,8 +192,11 @@ def holder_is_paused(run_dir: Path) -> bool:
 
 
 def _holder(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / RUN_LOCK
+    if path.exists() and not path.is_file():  # reading a pipe would never end
+        return {}
     try:
-        return json.loads((run_dir / RUN_LOCK).read_text())
+        return json.loads(path.read_text())
     except ValueError:  # the other process has not yet written its name
         return {}
 

@@ -30,6 +30,8 @@ from tests.support.plain_collect import BATCH, FILTERED, UNFILTERED, N, build, n
 from tests.support.scripted_vllm import DEADLINE_S, EOS, ScriptedVllm, log_prob_of, version_of
 
 STEPS, LONGEST = 5, 40
+# With fewer tokens, nearly all responses would be one end token each, and a step whose rewards all fail ends the run.
+SHORTEST = 13
 TRAINING_S = 0.05
 """Seconds in which servers generate while the ranks train."""
 
@@ -196,7 +198,7 @@ def test_a_replay_of_the_journal_has_the_bits_of_the_run(name, world_size, k, sa
     with servers() as both:
         run = partial(on_ranks, [s.url for s in both], tmp_path / "logs", journal, 3, k, saves=saves, **settings)
         live = [run()] if world_size == 1 else run_ranks(world_size, run)
-    with servers(longest=9) as others:
+    with servers(longest=SHORTEST) as others:
         again = partial(on_ranks, [s.url for s in others], tmp_path / "logs", journal, 5, k, saves=False, **settings)
         replayed = [again()] if world_size == 1 else run_ranks(world_size, again)
     for before, after in zip(live, replayed, strict=True):
@@ -208,7 +210,7 @@ def test_a_replay_of_the_journal_has_the_bits_of_the_run(name, world_size, k, sa
 def test_without_the_journal_the_clock_decides(tmp_path):
     """Without a journal the two runs differ, so the test above could fail."""
     runs = []
-    for longest in (LONGEST, 9):
+    for longest in (LONGEST, SHORTEST):
         with servers(longest=longest) as both, rank([s.url for s in both], tmp_path, 2) as one:
             runs.append(walk(one, 3))
     assert not equal_bits(*runs)

@@ -215,9 +215,12 @@ def test_missing_columns(tmp_path, tokenizer):
         own = config_of(path, reward="reward_model", answer_key="label")
         fails(own, tokenizer, name, "no column 'label' (data.answer_key)")
         path = write(tmp_path / f"e{name}", {"prompt": "1", "answer": None})
-        fails(config_of(path), tokenizer, name, "the reference answer, column ", " is null in this row")
+        fails(config_of(path), tokenizer, name, "the reference answer, column ", " is null or blank in this row")
+        for number, blank in enumerate(("", " ", [])):
+            path = write(tmp_path / f"b{number}{name}", {"prompt": "1", "answer": blank})
+            fails(config_of(path), tokenizer, name, "the reference answer, column ", " is null or blank in this row")
         path = write(tmp_path / f"n{name}", {"prompt": "1", "answer": float("nan")})
-        fails(config_of(path), tokenizer, name, "the reference answer, column ", " is null in this row")
+        fails(config_of(path), tokenizer, name, "the reference answer, column ", " is null or blank in this row")
 
 
 @pytest.mark.parametrize(
@@ -374,6 +377,10 @@ def test_reasoning_gym_splits_are_disjoint_and_follow_the_seed(tokenizer):
         (
             ReasoningGymConfig("chain_sum", {"min_terms": "x"}),
             ("data.reasoning_gym.config=", "chain_sum rejects these values"),
+        ),
+        (
+            ReasoningGymConfig("composite", {"datasets": [{"name": "chain_sum", "weight": 1}]}),
+            ("data.reasoning_gym.config=", "composite rejects these values"),
         ),
     ],
 )

@@ -160,6 +160,9 @@ def test_names_and_arguments_reach_the_pod_as_they_were_meant(capsys):
         (["trainer.default_local_dir=../runs"], ["trainer.default_local_dir=../runs"]),
         (["trainer.default_local_dir=~/runs"], ["trainer.default_local_dir=~/runs"]),
         (["--name=Run"], ["--name", "Run", "lower-case"]),
+        (["--claim="], ["--claim", "lower-case"]),
+        (["--image=a b"], ["--image", "a b"]),
+        (["--env-from-secret=Hub"], ["--env-from-secret", "Hub"]),
         (["--memory=64GB"], ["--memory", "64GB", "64Gi"]),
         (["--gpus=8"], ["--gpus=8"]),
         (["trainer.nnodes=2", "trainer.callbacks=[{folder}/mine.py:follow]"], ["trainer.callbacks", "supervisor"]),
@@ -189,6 +192,11 @@ def test_a_variable_of_a_secret_need_not_be_set_here(capsys, monkeypatch):
     says(capsys.readouterr().err, "OF_THE_POD")
     arguments = container_of(written(capsys, "--env-from-secret=hub", functions, secret))["args"]
     assert secret.replace("$", "$$") in arguments  # Kubernetes reads $$ as $
+
+
+def test_a_name_that_looks_like_a_number_is_quoted(capsys):
+    assert main([*IMAGE, "--claim=1e3"]) == EXIT_DONE
+    assert "claimName: '1e3'" in capsys.readouterr().out
 
 
 def test_models_and_data_are_in_the_pod_and_not_here(capsys):

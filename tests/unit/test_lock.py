@@ -1,3 +1,4 @@
+import fcntl
 import os
 import subprocess
 import sys
@@ -38,6 +39,17 @@ def test_a_lock_whose_holder_has_not_written_its_name_is_rejected_clearly(tmp_pa
         (tmp_path / "run.lock").write_text("")
         with pytest.raises(UserError, match="just started"), run_lock(tmp_path):
             pass
+
+
+def test_a_lock_that_is_a_pipe_is_rejected_and_not_read(tmp_path):
+    os.mkfifo(tmp_path / "run.lock")
+    held = os.open(tmp_path / "run.lock", os.O_RDWR)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(UserError, match="just started"), run_lock(tmp_path):
+            pass
+    finally:
+        os.close(held)
 
 
 def lock_all(rank: int, folder: Path, nodes: list[int]) -> str:

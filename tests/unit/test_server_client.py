@@ -235,6 +235,7 @@ def test_the_load_is_summed_over_prompts_responses_and_engines():
     [
         ("vllm:num_requests_running 3.0\n", UserError, "without --disable-log-stats"),
         ("vllm:generation_tokens_total{} many\n", ServerFailure, "/metrics: could not convert"),
+        ("vllm:generation_tokens_total{} 1\nvllm:num_requests_running{} NaN\n", ServerFailure, "/metrics: a count"),
     ],
 )
 def test_a_server_without_token_counts_is_an_error(text, error, words):

@@ -146,3 +146,6 @@ def test_options_are_sorted():
     with pytest.raises(UserError) as raised:
         sort_words(["--signal=USR1", "--requeue"])
     says(raised.value, "trainer.preempt_grace_s", "--requeue")
+    with pytest.raises(UserError) as raised:
+        sort_words(["--comment=first\nrm -rf x"])
+    says(raised.value, "--comment=first", "line break")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rlhf.data.turns import plain_calls
 from rlhf.data.turns.tool_calls import (
     BROKEN_JSON,
+    DECODER,
     ToolSchemas,
     Written,
     parsed_json,
@@ -66,7 +67,7 @@ def llama3(text: str, tools: ToolSchemas) -> tuple[str, list[Written]]:
     before, calls, at = body[: first.start()].strip(), list[Written](), first.start()
     while (at := (_LLAMA_BETWEEN.match(body, at) or first).end()) < len(body):
         try:
-            value, end = json.JSONDecoder().raw_decode(body, at)
+            value, end = DECODER.raw_decode(body, at)
         except BROKEN_JSON as error:
             return before, [*calls, Written(body[at:], problem=f"the call is not JSON: {error}")]
         calls.append(written_value(body[at:end], value, ("parameters", "arguments")))

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf.data.turns.tool_calls import BROKEN_JSON, ToolSchemas, Written
+from rlhf.data.turns.tool_calls import BROKEN_JSON, DECODER, ToolSchemas, Written
 
 _START = re.compile(r"<([A-Za-z_]\w*)\(")
 _NAMED = re.compile(r"\s*([A-Za-z_]\w*)\s*=(?!=)")
@@ -72,7 +72,7 @@ def _json_call(text: str, start: re.Match[str], parameters: list[str]) -> tuple[
         named = _NAMED.match(text, at)
         name = named[1] if named else parameters[len(arguments)] if len(arguments) < len(parameters) else None
         try:
-            value, at = json.JSONDecoder().raw_decode(text, _blank(text, named.end() if named else at))
+            value, at = DECODER.raw_decode(text, _blank(text, named.end() if named else at))
         except BROKEN_JSON:
             problem = f"the arguments of {start[1]} are not JSON values with commas between them, and {_END} at the end"
             break

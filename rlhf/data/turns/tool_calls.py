@@ -94,9 +94,17 @@ class Turn:
         return message
 
 
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+DECODER = json.JSONDecoder(parse_constant=_no_constant)
+"""Rejects NaN and Infinity, which JSON lacks and Python accepts."""
+
+
 def parsed_json(text: str) -> Any:
     """Return the value of a JSON text. Raise an error of BROKEN_JSON, also for NaN and Infinity."""
-    return json.loads(text, parse_constant=_no_constant)
+    return DECODER.decode(text)
 
 
 def written_object(text: str, keys: Sequence[str] = ("arguments", "parameters")) -> Written:
@@ -192,7 +200,3 @@ def _made_id(text: str, position: int) -> str:
 
 def _result(name: str, number: str, content: str) -> dict[str, Any]:
     return {"role": "tool", "name": name, "tool_call_id": number, "content": content}
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON value")

@@ -67,6 +67,20 @@ def _name(text: str) -> str:
     return text
 
 
+def _object_name(text: str) -> str:
+    if len(text) > 253 or not re.fullmatch("[a-z0-9]([-.a-z0-9]*[a-z0-9])?", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a name of Kubernetes: lower-case letters, digits, dashes and dots"
+        )
+    return text
+
+
+def _image(text: str) -> str:
+    if not re.fullmatch(r"[\w.:/@-]+", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an image, such as registry/rlhf:tag")
+    return text
+
+
 def _quantity(text: str) -> str:
     if not re.fullmatch(r"[1-9][0-9]*(\.[0-9]+)?(m|[kMGT]|[KMGT]i)?", text):
         raise argparse.ArgumentTypeError(f"{text} is not a quantity of Kubernetes, such as 8, 500m or 64Gi")
@@ -80,12 +94,17 @@ def _parser() -> argparse.ArgumentParser:
         "trainer.nnodes pods. Each pod has a GPU for each rank (none with trainer.device=cpu).",
     )
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for python -m rlhf.train")
-    parser.add_argument("--image", required=True, help="image of docker/Dockerfile.cuda or docker/Dockerfile.cpu")
-    parser.add_argument("--claim", required=True, metavar="NAME", help="PersistentVolumeClaim to mount at /work")
+    parser.add_argument(
+        "--image", type=_image, required=True, help="image of docker/Dockerfile.cuda or docker/Dockerfile.cpu"
+    )
+    parser.add_argument(
+        "--claim", type=_object_name, required=True, metavar="NAME", help="PersistentVolumeClaim to mount at /work"
+    )
     parser.add_argument("--name", type=_name, metavar="NAME", help="name (default: rlhf- and the experiment's name)")
     parser.add_argument("--namespace", type=_name, metavar="NAME", help="namespace (default: kubectl's)")
     parser.add_argument(
         "--env-from-secret",
+        type=_object_name,
         action="append",
         default=[],
         metavar="NAME",

@@ -72,7 +72,16 @@ def manifest(pod: Pod, trainer: TrainerConfig, name: str, namespace: str | None,
             "spec": _jobset_spec(pod, trainer, name, restarts),
         }
     head = "# Written by python -m rlhf.launch.kubernetes, for kubectl apply -f -.\n"
-    return head + yaml.safe_dump(document, sort_keys=False, width=120)
+    return head + yaml.dump(document, Dumper=_Quoting, sort_keys=False, width=120)
+
+
+class _Quoting(yaml.SafeDumper):
+    """Quotes texts such as 1e3, which kubectl reads as numbers and PyYAML's rules do not."""
+
+
+_Quoting.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_.]*[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
 
 
 def default_name(experiment: str, longest: int) -> str:

@@ -49,6 +49,8 @@ def sort_words(words: Sequence[str]) -> SortedWords:
             found.overrides.append(word)
         elif not word.startswith("--") or "." in name or not name:
             problems.append(f"{word}: write options of sbatch as --NAME=VALUE, and settings as KEY=VALUE.")
+        elif not word.isprintable():  # a line break would end the line #SBATCH
+            problems.append(f"{word!r}: remove the line break or control character.")
         elif name in SET_HERE:
             problems.append(f"{word}: the command sets this option of sbatch. {SET_HERE[name]}")
         elif not equals and remaining and not remaining[0].startswith("-") and "=" not in remaining[0]:

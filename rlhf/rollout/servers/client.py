@@ -115,6 +115,8 @@ class ServerClient:
                 f"The rollout server {self._url} does not count its tokens, so a busy server looks like a hung "
                 "server. Start it without --disable-log-stats (rollout.engine_kwargs.vllm)."
             )
+        if not all(math.isfinite(value) for found in values.values() for value in found):
+            raise ServerFailure("/metrics: a count is not a finite number")
         return ServerLoad(
             tokens=sum(sum(values[name]) for name in _TOKENS),
             running=int(sum(values[_RUNNING])),
