@@ -80,7 +80,11 @@ def test_every_form_gives_the_same_rows(tmp_path, tokenizer, name, mark):
             "prompt,answer\nx,\n",
             " line 2: the reference answer, column 'answer', is null or blank in this row. Fill it in",
         ),
-        ("a.jsonl", '{"prompt": "x", "answer": null}', " line 1: the reference answer, column 'answer', is null or blank in"),
+        (
+            "a.jsonl",
+            '{"prompt": "x", "answer": null}',
+            " line 1: the reference answer, column 'answer', is null or blank in",
+        ),
         (
             "a.jsonl",
             '{"prompt": "x", "reward_model": {}}',
