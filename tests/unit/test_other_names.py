@@ -143,7 +143,7 @@ def test_a_dtype_of_the_whole_model_gets_both_precision_settings(typed):
     ("typed", "message"),
     [
         ("actor_rollout_ref.rollout.mode", "rollout=vllm_server"),
-        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", "no sample is split over ranks"),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", "no sequence parallelism"),
         ("reward.reward_model.enable", "add reward_model to reward.functions"),
         ("dtype", "backend.autocast=bfloat16"),
         ("ds_tensor_parallel_size", "backend.zero_stage=3"),

@@ -218,6 +218,22 @@ def test_a_script_is_read_without_running_it(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
+@pytest.mark.parametrize("section", ["custom_reward_function", "reward.custom_reward_function"])
+def test_arguments_of_the_reward_function_are_kept(section: str, tmp_path: Path) -> None:
+    given = f"{section}.reward_kwargs.bonus: 0.5\n{section}.reward_kwargs.of.a: [1, 2]\n{section}.path: mine.py\n"
+    text = translated(VERL + given, tmp_path)
+    assert "reward_kwargs" not in text
+    assert composed(text, tmp_path).reward.kwargs == {"bonus": 0.5, "of": {"a": [1, 2]}}
+
+
+def test_sequence_parallelism_has_no_equivalent(tmp_path: Path) -> None:
+    name = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+    text = translated(f"{VERL}{name}: 8\n", tmp_path)
+    assert "Training has no sequence parallelism" in text
+    assert "ulysses" not in text.partition("# Not needed here")[2]
+    assert "ulysses" not in translated(f"{VERL}{name}: 1\n", tmp_path)
+
+
 def test_two_names_of_one_setting_are_reported(tmp_path: Path) -> None:
     recipe = translate("openrlhf", {"save_path": "a", "ckpt_path": "b"})
     assert recipe.settings["trainer.default_local_dir"] == "a"

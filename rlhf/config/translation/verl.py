@@ -119,6 +119,8 @@ def _rewards(theirs: Theirs, recipe: Recipe) -> None:
             recipe.needless += theirs.take_section(section)
         recipe.needless += [model_name for model_name in models if model_name in theirs.given and model is not None]
     recipe.set("reward.functions", functions, "custom_reward_function.path")
+    if arguments := _reward_arguments(theirs, sections):
+        recipe.set("reward.kwargs", arguments, "custom_reward_function.reward_kwargs")
     managers = [n for n in ("reward_model.reward_manager", "reward.reward_manager.name") if n in theirs.given]
     manager = theirs.take("reward_model.reward_manager", "reward.reward_manager.name")
     for leaf in ("enable", "len", "penalty_factor"):
@@ -137,6 +139,19 @@ def _rewards(theirs: Theirs, recipe: Recipe) -> None:
         recipe.lose("reward_manager", manager, "reward.functions does the work of verl's reward managers.")
     elif manager is not None:
         recipe.needless += managers
+
+
+def _reward_arguments(theirs: Theirs, sections: Sequence[str]) -> dict[str, Any]:
+    """Take the arguments of the reward function, which the names of settings contain."""
+    found: dict[str, Any] = {}
+    for prefix in (f"{section}.reward_kwargs." for section in sections):
+        for name in [each for each in theirs.left if each.startswith(prefix)]:
+            *parents, leaf = name.removeprefix(prefix).split(".")
+            at = found
+            for parent in parents:
+                at = at.setdefault(parent, {})
+            at[leaf] = theirs.take(name)
+    return found
 
 
 def _engine(theirs: Theirs, recipe: Recipe) -> None:
