@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from rlhf.printable import printable, wrapped
-from rlhf.tracking.headline import ACCURACY, REWARD
+from rlhf.tracking.headline import ACCURACY, REWARD, headline
 from rlhf.tracking.live_state import LiveState
-from rlhf.tracking.progress import duration
+from rlhf.tracking.progress import EVALUATED, duration
 
 FIGURES = (
     ("reward/mean", "reward", ".3f"),
@@ -16,7 +16,7 @@ FIGURES = (
     ("response_length/mean", "length", ",.1f"),
     ("perf/tokens_per_second", "tokens/s", ",.0f"),
 )
-"""Metrics with their labels and formats. The status shows held-out reward only if there is no accuracy."""
+"""Metrics with their labels and formats. The status shows one metric of an evaluation, the headline."""
 LONGEST_BAR, SHORTEST_BAR = 40, 10
 _INDENT = "  "
 
@@ -46,9 +46,9 @@ def _progress(state: LiveState, width: int) -> list[str]:
 
 
 def _figures(state: LiveState) -> Iterator[str]:
-    hidden = REWARD.metric if ACCURACY.metric in state.record else ""
+    hidden = EVALUATED - {headline(state.record).metric}
     for metric, label, form in FIGURES:
-        if metric in state.record and metric != hidden:
+        if metric in state.record and metric not in hidden:
             yield f"{label} {format(state.record[metric], form)}"
 
 

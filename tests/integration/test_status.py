@@ -126,6 +126,18 @@ def test_states_of_runs_without_a_process(tmp_path):
         assert (found.state, found.causes) == (state, ("why",))
 
 
+def test_the_status_shows_the_evaluation_that_the_report_shows(tmp_path):
+    """If scores are not only 0 and 1, that is the reward, although a part of the sources has an accuracy."""
+    values = {"val/accuracy": 0.25, "val/reward": 0.5}
+    known = "\n".join(status_lines("a", read_state(run_folder(tmp_path / "a", 2, **values)), 200))
+    assert "held-out accuracy 25.0%" in known
+    assert "held-out reward" not in known
+    values["val-core/sums/reward/mean@1"] = 0.5
+    graded = "\n".join(status_lines("b", read_state(run_folder(tmp_path / "b", 2, **values)), 200))
+    assert "held-out reward 0.500" in graded
+    assert "held-out accuracy" not in graded
+
+
 @pytest.mark.parametrize("width", [30, 60, 80, 200])
 def test_lines_are_no_longer_than_the_terminal(tmp_path, width):
     events = [{"time": 1.0, "event": "crashed", "cause": f"{'long ' * 60}{'x' * 90}", "restart": 1}]
