@@ -16,8 +16,8 @@ class GuardsConfig:
     max_loss: float | None = setting(None, gt=0)
     """Largest absolute policy or value loss of a mini-batch; null checks nothing."""
     max_kl: float | None = setting(None, gt=0)
-    """Largest KL of a mini-batch per token (k3), to the policy before the update and to the reference, if any; null
-    checks nothing."""
+    """Largest KL of a mini-batch per token (k3, at most 10 for each token), to the policy before the update and to the
+    reference, if any; null checks nothing."""
     max_reward_drop: float | None = setting(None, gt=0)
     """Largest drop of a batch's mean reward below the moving average of earlier steps; null checks nothing."""
     max_events: int = setting(5, ge=1)
