@@ -84,6 +84,12 @@ def run_lock(run_dir: Path, remedy: str = ANOTHER_DIRECTORY) -> Iterator[None]:
     """Lock the run directory. Raise UserError if another run has the lock (with `remedy`), or if there are no locks."""
     # Promise 12.
     fd = _lock_run(run_dir)
+    for _ in range(LOOKS):
+        if fd is not None:
+            break
+        # A process that another thread of the last holder forks has the lock until it executes its program.
+        time.sleep(LOOK_AGAIN_S)
+        fd = _lock_run(run_dir)
     if fd is None:
         raise _in_use(run_dir, remedy)
     try:

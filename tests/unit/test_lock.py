@@ -2,6 +2,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -39,6 +40,15 @@ def test_a_lock_whose_holder_has_not_written_its_name_is_rejected_clearly(tmp_pa
         (tmp_path / "run.lock").write_text("")
         with pytest.raises(UserError, match="just started"), run_lock(tmp_path):
             pass
+
+
+def test_a_lock_that_is_released_a_moment_later_is_taken(tmp_path):
+    held = os.open(tmp_path / "run.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with ThreadPoolExecutor(1) as thread:
+        released = thread.submit(lambda: (time.sleep(0.1), os.close(held)))
+        with run_lock(tmp_path):
+            released.result()
 
 
 def test_a_lock_that_is_a_pipe_is_rejected_and_not_read(tmp_path):
