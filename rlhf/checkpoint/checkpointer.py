@@ -92,8 +92,8 @@ class Checkpointer:
 
         In a process that has already trained, this is a rollback. A rollback ignores snapshots: they
         exist only if memory was free, and later steps must not depend on that. Raises UserError when the checkpoint
-        does not fit the configuration, when no intact checkpoint is left, or when a machine lacks memory for
-        background saves or snapshots.
+        does not fit the configuration, when no intact checkpoint is left, when a rollback would not restore all of the
+        state, or when a machine lacks memory for background saves or snapshots.
         """
         self._settle()
         timeout_s = self._settings.timeout_s
@@ -121,6 +121,8 @@ class Checkpointer:
             self._copies.start()  # after the resume, which moves damaged checkpoints away
         if loaded is None:
             return False
+        if rolls_back:
+            _reject_partial(loaded)
         self.loaded, manifest = loaded, loaded.manifest
         if self._memory is None or loaded.path.parent != self._memory.place.folder:
             updated_at = None if self._state.reference is None else self._state.reference.updated_at
@@ -143,16 +145,23 @@ class Checkpointer:
             self._memory.check_room()
 
     def save_restored(self, *, last: bool, rolls_back: bool = False) -> SaveResult | None:
-        """Save the step that `resume` has restored from memory, if the step lacks a checkpoint that it needs.
+        """Save the step that `resume` has restored, if the step lacks a checkpoint that it needs.
 
-        The step needs a checkpoint if a save of the step was due. With `rolls_back` (the run may roll back), it also
-        needs a checkpoint if the run directory has none.
+        A step restored from memory needs a checkpoint if a save of the step was due. With `rolls_back` (the run may
+        roll back), any step needs a checkpoint if the run directory has none. Raises UserError if a rollback to the
+        run directory's checkpoint would not restore all of the state.
         Call when the metric history is open. Return the same as `save`.
         """
         every = self._trainer.save_freq
         if self.loaded is None:
             return None
         lacks = rolls_back and not any(self._coordinator.on_domain_leaders(lambda: bool(scan(self._run_dir))))
+        if lacks:
+            # `resume` counts the source of a fork as saved. But a rollback to an imported source would keep the moments
+            # of the rejected batch.
+            self._saved_step = None
+        elif rolls_back:
+            _reject_partial(self.loaded)
         if not lacks and not (every and (last or self.loaded.manifest.step % every == 0)):
             return None
         return self.save(self.loaded.manifest.step, self.loaded.manifest.metrics, last=last)
@@ -359,3 +368,14 @@ class Checkpointer:
     def _pop_result(self) -> SaveResult | None:
         result, self._result = self._result, None
         return result
+
+
+def _reject_partial(loaded: LoadResult) -> None:
+    """Raise UserError if a rollback to this checkpoint restores only a part of the state."""
+    # Promise 16.
+    if loaded.kept:
+        raise UserError(
+            f"guards.action=rollback: {loaded.path} lacks {', '.join(loaded.kept)}, so a rollback to it would keep "
+            "what rejected batches made of these parts. Set guards.action=skip, at least until the run has saved its "
+            "next checkpoint."
+        )

@@ -14,8 +14,9 @@ from rlhf.convert.native.native_folder import WrittenCheckpoint, plan_native_fol
 from rlhf.errors import UserError
 from rlhf.models.hf import hf_folder
 from rlhf.models.hf.source import TrainedSoFar
+from rlhf.ranks.rng import rng_state
 from rlhf.storage.files import write_folder
-from rlhf.storage.layout import step_dir, step_of
+from rlhf.storage.layout import scan, step_dir, step_of
 from tests.support.checkpoints import (
     PlainPart,
     PlainReference,
@@ -161,6 +162,83 @@ def test_a_critic_that_was_not_imported_starts_from_its_own_files(tmp_path, trai
     assert resume(config, {"actor": actor, "critic": critic}) == 4
     assert equal_bits(whole_state(critic), before)
     assert equal_bits(whole_state(actor)["model"], whole_state(trained)["model"])
+
+
+class Rollbacks:
+    """An actor, a critic and a moving reference that start from an imported actor. `train` changes all of them."""
+
+    def __init__(self, config) -> None:
+        self.actor, self.critic, self.reference = make_backend(2), make_backend(5), PlainReference()
+        self.driver = make_driver()
+        self.checkpointer = make_checkpointer(
+            config,
+            {"actor": self.actor, "critic": self.critic},
+            driver=self.driver,
+            parts={"reference": self.reference},
+            reference=self.reference,
+        )
+
+    def train(self) -> None:
+        self.driver.step += 1
+        for backend in (self.actor, self.critic):
+            backend.backward(backend.module(input_ids=torch.randint(500, (2, 5))).logits.square().mean())
+            backend.optimizer_step()
+        self.reference.update(self.driver.step)
+
+    def everything(self) -> dict:
+        roles = {"actor": whole_state(self.actor), "critic": whole_state(self.critic)}
+        return roles | {"reference": self.reference.weight.clone(), "rng": rng_state(), "step": self.driver.step}
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_rollback_to_an_imported_start_restores_the_parts_that_the_import_lacks(
+    tmp_path, trained, model_files, background
+):
+    """The moments, the schedule, the generators and the critic once stayed as the rejected batch had left them."""
+    # Promise 16.
+    weights = MemorySource(whole_state(trained)["model"], model_files=model_files)
+    config = make_config(tmp_path)
+    config.checkpoint.async_save = background
+    begin_at(config, imported(weights, tmp_path, 0))
+    prepare(config)
+    run = Rollbacks(config)
+    with run.checkpointer.committing():
+        assert run.checkpointer.resume()
+        run.checkpointer.save_restored(last=False, rolls_back=True)
+        before = run.everything()
+        run.train()
+        run.train()
+        assert run.checkpointer.resume()
+        assert equal_bits(run.everything(), before)
+    assert [path.name for path in scan(config.run_dir)] == ["global_step_0"]
+
+
+def test_a_start_that_never_rolls_back_saves_no_copy_of_its_source(tmp_path, trained, source):
+    config = make_config(tmp_path)
+    config.trainer.save_freq = 4
+    begin_at(config, imported(source, tmp_path))
+    prepare(config)
+    run = Rollbacks(config)
+    assert run.checkpointer.resume()
+    assert run.checkpointer.save_restored(last=False) is None
+    assert scan(config.run_dir) == []
+
+
+def test_a_run_that_rolls_back_refuses_an_import_without_all_parts_in_its_own_directory(tmp_path, trained, source):
+    config = make_config(tmp_path)
+    imported(source, config.run_dir)
+    prepare(config)
+    run = Rollbacks(config)
+    assert run.checkpointer.resume()
+    assert run.checkpointer.save_restored(last=False) is None
+    lacks = (
+        r"guards\.action=rollback: .*global_step_4 lacks critic's weights, critic's moments, critic's schedule, refer"
+    )
+    with pytest.raises(UserError, match=lacks):
+        run.checkpointer.save_restored(last=False, rolls_back=True)
+    run.train()
+    with pytest.raises(UserError, match=lacks):
+        run.checkpointer.resume()
 
 
 def test_moments_that_are_missing_are_zero_and_named(tmp_path, trained, model_files):

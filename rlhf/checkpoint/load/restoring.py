@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -41,13 +41,15 @@ class LoadResult:
     """Describes the restored checkpoint, and the seconds from reading its manifest to restoring the RNG state.
 
     `by_part` has the bytes that all ranks read and the seconds of the slowest rank: for each role's tensors, for the
-    reference's (`ref`), and for all other files, whether restored or only verified (`other`).
+    reference's (`ref`), and for all other files, whether restored or only verified (`other`). `kept` names the parts of
+    the state that the load has left as they were.
     """
 
     path: Path
     manifest: Manifest
     by_part: dict[str, Throughput]
     seconds: float
+    kept: Sequence[str] = ()
 
     @property
     def total_bytes(self) -> int:

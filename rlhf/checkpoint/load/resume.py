@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -22,10 +22,11 @@ from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.storage.disk_errors import DamagedCheckpoint, OtherFormat
-from rlhf.storage.layout import CONFIG, HISTORY, INDEX, SCHEDULE, set_aside_dirs, step_of
+from rlhf.storage.layout import CONFIG, HISTORY, INDEX, REFERENCE, SCHEDULE, set_aside_dirs, step_of
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_GENERATORS = "generators"
 
 
 def restore(
@@ -61,6 +62,7 @@ def restore(
         wanted = _parts_to_load(located.manifest, settings, begins=begins)
         if located.manifest.imported:
             _check_steps_left(located, state)
+        _, kept = _divide(located.manifest, state, wanted)
         check = partial(
             check_compatible,
             located.path,
@@ -78,7 +80,7 @@ def restore(
         elif left_out and coordinator.is_leader:
             why = "as set by checkpoint.load_contents" if begins else "which were not saved: a crash changes this run"
             log.warning("%s: the run continues without its %s, %s.", located.path, " and ".join(left_out), why)
-        return load_state(located, state, wanted, trainer.seed, ranks, changed)
+        return replace(load_state(located, state, wanted, trainer.seed, ranks, changed), kept=kept)
 
     history = HistoryPlace(run_dir / HISTORY, on_own_disk=len(coordinator.domain_leaders) > 1)
     snapshots = None if memory is None else _Snapshots(memory, history, state.driver.total_steps)
@@ -242,19 +244,33 @@ def _check_steps_left(located: FileLocations, state: RunState) -> None:
         )
 
 
+def _divide(manifest: Manifest, state: RunState, load_contents: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the parts of `state` that a load restores, and the parts that it keeps as they are.
+
+    All other parts are always restored, or set to their values at step 0.
+    """
+
+    def has(name: str) -> bool:
+        return not manifest.imported or name in manifest.files
+
+    is_restored = dict[str, bool]()
+    for role in state.roles:
+        is_restored[f"{role}'s weights"] = role in manifest.roles
+        is_restored[f"{role}'s moments"] = "optimizer" in load_contents and has(f"{role}/optimizer/{INDEX}")
+        is_restored[f"{role}'s schedule"] = "extra" in load_contents and has(f"{role}/{SCHEDULE}")
+    if state.reference is not None:
+        is_restored["reference"] = has(f"{REFERENCE}/{INDEX}")
+    is_restored[_GENERATORS] = "extra" in load_contents
+    kept = [part for part, found in is_restored.items() if not found]
+    return [part for part in is_restored if part not in kept], kept
+
+
 def _describe_start(located: FileLocations, state: RunState, load_contents: Collection[str]) -> str:
     """Return one line about the imported checkpoint's source and the parts of `state` that start afresh."""
     manifest = located.manifest
-    restored: list[str] = []
-    fresh: list[str] = []
-    for role in state.roles:
-        has_role = role in manifest.roles
-        has_optimizer = "optimizer" in load_contents and f"{role}/optimizer/{INDEX}" in manifest.files
-        has_schedule = "extra" in load_contents and f"{role}/{SCHEDULE}" in manifest.files
-        for part, found in (("weights", has_role), ("moments", has_optimizer), ("schedule", has_schedule)):
-            (restored if found else fresh).append(f"{role}'s {part}")
-    fresh += ["reference"] if state.reference is not None else []
-    fresh += ["generators", *state.stateful]
+    parts = _divide(manifest, state, load_contents)
+    restored, fresh = ([part for part in each if part != _GENERATORS] for each in parts)
+    fresh += [_GENERATORS, *state.stateful]
     origin = f"{manifest.imported['path']} ({manifest.imported['layout']})"
     return (
         f"{located.path} was imported from {origin}. A new run begins there, after step {manifest.step}, with "
