@@ -22,11 +22,13 @@ from tests.support.checkpoints import (
     PlainReference,
     begin_at,
     equal_bits,
+    flip_bit,
     make_backend,
     make_checkpointer,
     make_config,
     make_driver,
     resume,
+    save_steps,
     whole_state,
     world_of_one,
 )
@@ -239,6 +241,39 @@ def test_a_run_that_rolls_back_refuses_an_import_without_all_parts_in_its_own_di
     run.train()
     with pytest.raises(UserError, match=lacks):
         run.checkpointer.resume()
+
+
+@pytest.mark.parametrize("in_run_dir", [False, True])
+def test_damage_leaves_no_moments_to_an_imported_checkpoint_without_moments(tmp_path, trained, model_files, in_run_dir):
+    """Training once began at the source's step, with the moments of a damaged checkpoint of a later step."""
+    weights, config = MemorySource(whole_state(trained)["model"], model_files=model_files), make_config(tmp_path)
+    if in_run_dir:
+        imported(weights, config.run_dir, 0)
+    else:
+        begin_at(config, imported(weights, tmp_path, 0))
+    prepare(config)
+    save_steps(config, make_backend(3, train_steps=2), 6)
+    flip_bit(step_dir(config.run_dir, 6) / "config.yaml", 11)
+    with pytest.raises(RuntimeError, match=r"global_step_0 lacks actor's moments, actor's schedule, .*start again"):
+        resume(config, make_backend(2))
+    assert (config.run_dir / "global_step_6.damaged-1").exists()
+    backend = make_backend(2)
+    before = whole_state(backend)
+    assert resume(config, backend) == 0
+    assert equal_bits(whole_state(backend), before | {"model": whole_state(trained)["model"]})
+
+
+def test_damage_of_the_weights_alone_leaves_the_other_parts_fresh(tmp_path, trained, model_files):
+    weights, config = MemorySource(whole_state(trained)["model"], model_files=model_files), make_config(tmp_path)
+    config.checkpoint.contents = ["model"]
+    begin_at(config, imported(weights, tmp_path, 0), ["model"])
+    prepare(config)
+    save_steps(config, make_backend(3, train_steps=2), 6)
+    flip_bit(step_dir(config.run_dir, 6) / "config.yaml", 11)
+    backend = make_backend(2)
+    before = whole_state(backend)
+    assert resume(config, backend) == 0
+    assert equal_bits(whole_state(backend), before | {"model": whole_state(trained)["model"]})
 
 
 def test_moments_that_are_missing_are_zero_and_named(tmp_path, trained, model_files):

@@ -54,15 +54,18 @@ def restore(
 
     Returns None, with nothing changed, only for a run directory that never had a checkpoint. Raises UserError if every
     checkpoint is damaged or incomplete (a run must never silently start again at step 0), or if a checkpoint does not
-    fit the configuration. After an error, `state` is undefined.
+    fit the configuration. Raises RuntimeError if only new ranks can load the checkpoint: it lacks parts that the load
+    of a damaged checkpoint has overwritten. After an error, `state` is undefined.
     """
+    overwritten: set[str] = set()
 
     def attempt(located: FileLocations, ranks: Coordinator) -> LoadResult:
         begins = source is not None and located.path.parent.resolve() / located.path.name == source
         wanted = _parts_to_load(located.manifest, settings, begins=begins)
         if located.manifest.imported:
             _check_steps_left(located, state)
-        _, kept = _divide(located.manifest, state, wanted)
+        restored, kept = _divide(located.manifest, state, wanted)
+        _reject_mixed(located.path, [part for part in kept if part in overwritten])
         check = partial(
             check_compatible,
             located.path,
@@ -80,6 +83,7 @@ def restore(
         elif left_out and coordinator.is_leader:
             why = "as set by checkpoint.load_contents" if begins else "which were not saved: a crash changes this run"
             log.warning("%s: the run continues without its %s, %s.", located.path, " and ".join(left_out), why)
+        overwritten.update(restored)
         return replace(load_state(located, state, wanted, trainer.seed, ranks, changed), kept=kept)
 
     history = HistoryPlace(run_dir / HISTORY, on_own_disk=len(coordinator.domain_leaders) > 1)
@@ -263,6 +267,15 @@ def _divide(manifest: Manifest, state: RunState, load_contents: Collection[str])
     is_restored[_GENERATORS] = "extra" in load_contents
     kept = [part for part, found in is_restored.items() if not found]
     return [part for part in is_restored if part not in kept], kept
+
+
+def _reject_mixed(path: Path, mixed: list[str]) -> None:
+    # A run with weights of step 0 once went on with the moments of a damaged checkpoint of a later step.
+    if mixed:
+        raise RuntimeError(
+            f"{path} lacks {', '.join(mixed)}, which the load of a damaged checkpoint has overwritten. They start "
+            "afresh once the ranks start again."
+        )
 
 
 def _describe_start(located: FileLocations, state: RunState, load_contents: Collection[str]) -> str:
