@@ -17,7 +17,8 @@ from rlhf.checkpoint.state.run_file import read_run_file
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.ranks.parent import LAUNCH
-from rlhf.storage.layout import HISTORY, POINTER, scan, step_dir, step_of
+from rlhf.ranks.run_events import read_events, record_event
+from rlhf.storage.layout import EVENTS, HISTORY, POINTER, scan, step_dir, step_of
 from rlhf.tracking import History, write_report
 from tests.support.checkpoints import (
     PlainRole,
@@ -214,6 +215,40 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_again(config, tmp_path)
     config.trainer.overwrite = True
     prepare(config)
     assert resume(config, PlainRole()) is None
+
+
+def test_a_run_whose_checkpoints_and_pointer_are_gone_does_not_start_again(config):
+    """A copy of a run without its checkpoints once started silently at step 0."""
+    prepare(config)
+    record_event(config.run_dir, "started")
+    prepare(config)  # no save yet
+    save_steps(config, PlainRole(), 4, 6)
+    record_event(config.run_dir, "resumed", step=4)
+    for name in ("global_step_4", "global_step_6"):
+        shutil.rmtree(config.run_dir / name)
+    (config.run_dir / POINTER).unlink()
+    for start in (lambda: prepare(config), lambda: resume(config, PlainRole())):
+        with pytest.raises(UserError) as caught:
+            start()
+        says(caught.value, EVENTS, "step 6", "no checkpoint", "Restore", "trainer.overwrite=true")
+    config.trainer.overwrite = True
+    prepare(config)
+    config.trainer.overwrite = False
+    prepare(config)
+    assert resume(config, PlainRole()) is None
+
+
+def test_a_fork_whose_own_checkpoints_are_damaged_begins_again_at_each_start(config, tmp_path):
+    other = make_config(tmp_path / "other")
+    save_steps(other, PlainRole(), 3)
+    fork(config, step_dir(other.run_dir, 3))
+    prepare(config)
+    save_steps(config, PlainRole(), 7)
+    flip_bit(step_dir(config.run_dir, 7) / "config.yaml", 11)
+    for _ in range(2):
+        prepare(config)
+        assert resume(config, PlainRole()) == 3
+    assert read_events(config.run_dir)[0].kind == "saved"
 
 
 def test_a_fork_takes_the_place_of_a_run_whose_checkpoints_are_gone(config, tmp_path):

@@ -1,7 +1,7 @@
 """Finds the storage domains that have each file of a checkpoint, and the missing files. Imports no torch."""
 
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from pathlib import Path
 
@@ -11,8 +11,9 @@ from rlhf.checkpoint.commit.manifest import DOMAINS, Manifest, manifest_bytes, p
 from rlhf.checkpoint.commit.pointer import read_pointer
 from rlhf.errors import UserError
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.run_events import read_events
 from rlhf.storage.disk_errors import DamagedCheckpoint, OtherFormat
-from rlhf.storage.layout import MANIFEST, POINTER, scan, step_of
+from rlhf.storage.layout import EVENTS, MANIFEST, POINTER, scan, set_aside_dirs, step_of
 from rlhf.storage.reading import CheckedFiles
 
 
@@ -63,19 +64,30 @@ def published(run_dir: Path, coordinator: Coordinator) -> list[Path]:
 
 
 def reject_lost(run_dir: Path, coordinator: Coordinator) -> None:
-    """Raise UserError if a pointer names a step, but no storage domain has a checkpoint. Collective.
+    """Raise UserError if a pointer names a step, or events.jsonl records a save, but no storage domain has a
+    checkpoint. Collective.
 
     The trainer removes the pointer before the last checkpoint loses its name, so a pointer alone means that another
-    program or a user has removed the checkpoints.
+    program or a user has removed the checkpoints. So does a recorded save alone, unless the trainer has set checkpoints
+    aside: a fork then begins again from its source.
     """
-    pointers = coordinator.on_domain_leaders(lambda: read_pointer(run_dir))
-    steps = [step for step in pointers if step is not None]
-    if steps and not published(run_dir, coordinator):
-        raise UserError(
-            f"{run_dir / POINTER} names step {max(steps)}, but {run_dir} has no checkpoint, and the run will not start "
-            "again at step 0 by itself. Restore the checkpoints (global_step_N) there, or start anew with "
-            "trainer.overwrite=true or another trainer.experiment_name."
-        )
+    if published(run_dir, coordinator):
+        return
+    reasons = ("damaged", "incomplete")
+    aside = coordinator.on_domain_leaders(lambda: any(set_aside_dirs(run_dir, reason) for reason in reasons))
+    for name, read in ((POINTER, read_pointer), (EVENTS, _last_saved)):
+        steps = [step for step in coordinator.on_domain_leaders(partial(read, run_dir)) if step is not None]
+        if steps and not (name == EVENTS and any(aside)):
+            raise UserError(
+                f"{run_dir / name} names step {max(steps)}, but {run_dir} has no checkpoint, and the run will not "
+                "start again at step 0 by itself. Restore the checkpoints (global_step_N) there, or start anew with "
+                "trainer.overwrite=true or another trainer.experiment_name."
+            )
+
+
+def _last_saved(run_dir: Path) -> int | None:
+    """Return the step of the last save in events.jsonl, or None before the first save."""
+    return next((event.step for event in reversed(read_events(run_dir)) if event.kind == "saved"), None)
 
 
 def locate_files(path: Path, coordinator: Coordinator) -> FileLocations:

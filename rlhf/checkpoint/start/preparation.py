@@ -41,8 +41,8 @@ def prepare(
 
     The caller has the run lock of every directory. Raises UserError for `trainer.resume_mode=disable` on a directory
     with checkpoints, for checkpoints of a run with other settings, for a `trainer.resume_from_path` that is not a
-    checkpoint, for a `checkpoint.remote` that cannot be used, for a pointer without checkpoints, for a damaged
-    run.json, and for a history file with a second hard link.
+    checkpoint, for a `checkpoint.remote` that cannot be used, for a pointer or a recorded save without checkpoints, for
+    a damaged run.json, and for a history file with a second hard link.
     """
     if settings.remote is not None and len(coordinator.domain_leaders) > 1:
         raise UserError(
