@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rlhf.reward.pool import ProcessPool
 from rlhf.reward.scores import RewardItem, Score, Scorer
-from rlhf.reward.verifiers import evaluates_answers, exact_match, reasoning_gym
+from rlhf.reward.verifiers import exact_match, only_compares, reasoning_gym
 
 
 class ExactMatch(Scorer):
@@ -15,11 +15,11 @@ class ExactMatch(Scorer):
 
 
 class ReasoningGym:
-    """Runs `verifiers.reasoning_gym` in this process, or in `pool` for tasks that evaluate the policy's text."""
+    """Runs `verifiers.reasoning_gym` in this process, or in `pool` for tasks that compute with the policy's answer."""
 
     def __init__(self, pool: ProcessPool):
         self._pool = pool
-        self._evaluates: dict[str, bool] = {}
+        self._computes: dict[str, bool] = {}
 
     def score(self, items: Sequence[RewardItem]) -> list[Score]:
         pooled = [self._needs_process(item) for item in items]
@@ -27,9 +27,10 @@ class ReasoningGym:
         return [next(from_pool) if p else reasoning_gym(item) for item, p in zip(items, pooled, strict=True)]
 
     def _needs_process(self, item: RewardItem) -> bool:
-        if item.data_source not in self._evaluates:
-            self._evaluates[item.data_source] = evaluates_answers(item.data_source, item.extra_info.get("config") or {})
-        return self._evaluates[item.data_source]
+        if item.data_source not in self._computes:
+            settings = item.extra_info.get("config") or {}
+            self._computes[item.data_source] = not only_compares(item.data_source, settings)
+        return self._computes[item.data_source]
 
     def close(self) -> None:
         self._pool.close()

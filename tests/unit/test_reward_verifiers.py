@@ -1,10 +1,14 @@
 """The named verifiers, on real reasoning-gym tasks and real math-verify processes."""
 
+import json
+import time
+from dataclasses import replace
+
 import pytest
 
 from rlhf.config import RewardConfig
 from rlhf.reward import RewardItem, build_reward
-from rlhf.reward.verifiers import evaluates_answers, final_answer
+from rlhf.reward.verifiers import final_answer, only_compares
 
 MATH_CASES = [
     ("so \\boxed{\\frac{1}{2}}", "0.5", 1.0),
@@ -105,8 +109,8 @@ def test_reasoning_gym_counts_an_answer_that_the_library_cannot_read(rewards):
 
 
 def test_tasks_that_evaluate_text_are_scored_in_a_process_that_can_be_killed(rewards):
-    assert evaluates_answers("reasoning_gym/n_queens", {})
-    assert not evaluates_answers("reasoning_gym/chain_sum", {})
+    assert not only_compares("reasoning_gym/n_queens", {})
+    assert only_compares("reasoning_gym/chain_sum", {})
     reward = rewards("reasoning_gym", timeout_s=2.0, num_workers=1)
     items = [gym_item("countdown", "9**9**9**9"), gym_item("chain_sum"), gym_item("countdown")]
     results = reward.score(items)
@@ -122,6 +126,44 @@ def test_a_number_in_an_answer_takes_no_time_or_memory_of_the_rank(rewards):
     assert (endless.score, endless.timeouts) == (0.0, 1)
     assert huge.score < 0.1
     assert (good.score, good.timeouts, good.failures) == (1.0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("task", "endless"),
+    [
+        ("rush_hour", "A+99999999"),  # moves a car step by step
+        ("propositional_logic", "∨".join("abcdefghijklmnopqrstu")),  # tries all values of the 21 variables
+    ],
+)
+def test_a_task_that_computes_with_the_answer_has_a_deadline(rewards, task, endless):
+    reward = rewards("reasoning_gym", timeout_s=2.0, num_workers=1)
+    late, wrong = reward.score([gym_item(task, endless), gym_item(task, "no idea")])
+    assert (late.score, late.timeouts) == (0.0, 1)
+    assert wrong.timeouts == 0
+
+
+def test_only_tasks_that_compare_texts_or_decimals_run_in_the_rank():
+    from reasoning_gym.factory import DATASETS
+    from reasoning_gym.utils import compute_decimal_reward
+
+    in_rank = {task for task in DATASETS if task != "composite" and only_compares(f"reasoning_gym/{task}", {})}
+    own = {task for task in in_rank if "score_answer" in vars(DATASETS[task][0])}
+    assert own == {"chain_sum", "products"}
+    assert len(in_rank) > 30
+    for task in own:
+        assert "compute_decimal_reward" in DATASETS[task][0].score_answer.__code__.co_names
+    start = time.monotonic()
+    for answer in ("1e999999999999", "9" * 100_000, "-1e-99999999", "." * 100_000):
+        assert compute_decimal_reward(answer, "5") < 0.01
+    assert time.monotonic() - start < 1.0
+
+
+@pytest.mark.parametrize("task", ["arc_agi", "rearc"])
+def test_a_board_is_right_although_json_has_no_tuples(rewards, task):
+    item = gym_item(task)
+    item.extra_info["metadata"] = json.loads(json.dumps(item.extra_info["metadata"]))
+    right, wrong = rewards("reasoning_gym").score([item, replace(item, response="0 0")])
+    assert (right.score, wrong.score) == (1.0, 0.05)
 
 
 def test_an_answer_that_ends_its_verifier_costs_the_sample_not_the_run(rewards):

@@ -41,7 +41,7 @@ class RewardConfig:
     failed_score: float = setting(0.0)
     """Score, before its weight, of a sample whose reward failed or timed out."""
     num_workers: int = setting(2, ge=1, resume="harmless")
-    """Reward processes per rank and function. They run `math_verify`, `code_tests`, functions in files and some
+    """Reward processes per rank and function. They run `math_verify`, `code_tests`, functions in files and most
     tasks of `reasoning_gym`."""
     pass_env: list[str] = setting([])
     """Environment variables to pass to reward processes, such as an API key. Paths, language, thread counts and devices
