@@ -27,6 +27,7 @@ import rlhf
 from rlhf.environments.serving import seed_generators
 from rlhf.reward.confinement import restrict_to
 from rlhf.reward.kernel import PR_SET_PDEATHSIG, prctl
+from rlhf.reward.namespaces import SHARED_MEMORY
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class ProgramStart:
             tempfile.tempdir = None  # forget the cached folder
             # Programs of one rank share a user. With Landlock, no program writes into another's folder, reads another's
             # variables or signals another's processes.
-            restrict_to(str(folder), self.writable, abstract_sockets=self.network)
+            restrict_to([str(folder), SHARED_MEMORY, *self.writable], abstract_sockets=self.network)
             if (script := script_of(self.command)) is None:
                 # Drop PYTHONPATH's first folder, the trainer's: a program with its own packages must not import others.
                 os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH", "").partition(os.pathsep)[2]

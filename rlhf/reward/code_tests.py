@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rlhf.reward import kernel
 from rlhf.reward.confinement import restrict_to
 from rlhf.reward.scores import RewardItem, Score
 
@@ -33,6 +34,16 @@ _FENCED = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _LONGEST_OUTPUT = 10 << 20
 _PASSED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 """Environment variables of this process that programs get."""
+_LASTING_CALLS = (
+    # Objects of the kernel that outlive a program. A later program could read them.
+    *("shmget", "semget", "msgget", "mq_open"),
+    # Landlock allows programs to change the modes of this process's folders, and of all files of an ordinary user.
+    *("chmod", "fchmod", "fchmodat", "fchmodat2", "setxattr", "lsetxattr", "fsetxattr", "setxattrat"),
+    *("setpriority", "ioprio_set"),
+)
+_OWN_PROCESS = ("prlimit64", "sched_setparam", "sched_setscheduler", "sched_setaffinity", "sched_setattr")
+"""Calls that change any process of the user, but their first argument 0 means the calling process. With `prlimit64`, a
+program could forbid this process to write the files of the next sample."""
 _CALL = """
 import json as _json
 _target = getattr(Solution(), {name!r}) if "Solution" in globals() else {name}
@@ -135,11 +146,13 @@ def _passes(program: str, test: CodeTest, deadline: float) -> bool:
 
 
 def _confine(folder: str) -> None:
-    """Keep a program from changing the tests of other samples: it starts no process or thread, and writes only to its
-    own folder."""
+    """Keep a program from changing the tests of other samples: it starts no process or thread, writes only to its own
+    folder, and leaves nothing in the kernel."""
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     if sys.platform == "linux":
-        restrict_to(folder, (), abstract_sockets=False)
+        restrict_to([folder], abstract_sockets=False)
+        with contextlib.suppress(OSError):  # this process has already warned of a machine without seccomp
+            kernel.forbid_calls(_LASTING_CALLS, unless_first=dict.fromkeys(_OWN_PROCESS, (0,)))
 
 
 def _exits_with_zero(path: Path, stdin: str, printed: Any, deadline: float) -> bool:

@@ -10,6 +10,7 @@ import math
 import os
 import resource
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -191,29 +192,30 @@ def _drop_privileges(uid: int, own: str, writes: bool, missing: list[str]) -> bo
     return True
 
 
-def restrict_to(own: str, writable: Sequence[str], *, abstract_sockets: bool) -> int:
-    """Let this process, for good, write only to `own`, `writable`, shared memory and devices, as far as Landlock can.
-    The process then also cannot trace or signal processes with fewer restrictions. Return Landlock's version."""
+def restrict_to(folders: Sequence[str], *, abstract_sockets: bool) -> int:
+    """Let this process, for good, write only to `folders` and devices, as far as Landlock can. The process then also
+    cannot trace or signal processes with fewer restrictions. Return Landlock's version."""
     if version := kernel.landlock_version():
-        # Python's multiprocessing creates its semaphores in shared memory.
-        folders = {own, namespaces.SHARED_MEMORY, *writable}
         devices = [*_DEVICES, *(str(path) for pattern in _ACCELERATORS for path in Path("/dev").glob(pattern))]
-        paths = [path for path in (*sorted(folders), *devices) if Path(path).exists()]
+        paths = [path for path in (*sorted(set(folders)), *devices) if Path(path).exists()]
         kernel.restrict_writing(version, paths, abstract_sockets=abstract_sockets)
     return version
 
 
 def _restrict(confinement: Confinement, own: str, missing: list[str]) -> None:
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    version = restrict_to(own, confinement.writable, abstract_sockets=confinement.network)
+    # Python's multiprocessing creates its semaphores in shared memory.
+    folders = [own, namespaces.SHARED_MEMORY, *confinement.writable]
+    version = restrict_to(folders, abstract_sockets=confinement.network)
     if version < 6:
         missing.append(_without_landlock(version))
-    allowed = ("socket",) if confinement.loopback else ()
-    network = () if confinement.network else tuple(call for call in _NETWORK_CALLS if call not in allowed)
+    # With a loopback device, forbid sockets of all other families: a socket in the file system, such as Docker's, is
+    # reachable from every network namespace.
+    internet = {"socket": (socket.AF_INET, socket.AF_INET6)}
+    unless_first = internet if confinement.loopback and not confinement.network else {}
+    network = () if confinement.network else tuple(call for call in _NETWORK_CALLS if call not in unless_first)
     try:
-        kernel.forbid_calls(
-            (*_FORBIDDEN_CALLS, *network), only_internet=confinement.loopback and not confinement.network
-        )
+        kernel.forbid_calls((*_FORBIDDEN_CALLS, *network), unless_first=unless_first)
     except OSError as error:
         missing.append(f"seccomp ({error}): reward processes can use the network")
 

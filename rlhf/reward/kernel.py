@@ -13,7 +13,7 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -42,8 +42,27 @@ _CALLS = {
     "io_uring_setup": (425, 425),
     "pidfd_getfd": (438, 438),
     "open_by_handle_at": (304, 265),
+    "prlimit64": (302, 261),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
 }
-"""System call numbers on x86_64 and on aarch64."""
+"""System call numbers on x86_64 and on aarch64; None if the architecture lacks the call."""
 
 
 @functools.cache
@@ -137,34 +156,38 @@ def raise_loopback() -> None:
         fcntl.ioctl(any_socket, set_flags, struct.pack("16sh22x", name, flags | up))
 
 
-def forbid_calls(names: Sequence[str], *, only_internet: bool = False) -> None:
+def forbid_calls(names: Sequence[str], *, unless_first: Mapping[str, Sequence[int]] | None = None) -> None:
     """With seccomp, make the system calls `names` fail with EPERM, for good, in this process and all its children.
 
-    `only_internet`: also forbid sockets of all families but IPv4 and IPv6. A socket in the file system, such as
-    Docker's, is reachable from every network namespace.
+    `unless_first`: calls that fail unless their first argument, an int, is one of these values.
     """
     architecture, column = _ARCHITECTURES.get(platform.machine(), (0, 0))
     if not architecture:
         raise OSError(f"the system call numbers of {platform.machine()} are unknown")
-    numbers = [_CALLS[name][column] for name in names]
+    numbers = [number for name in names if (number := _CALLS[name][column]) is not None]
     load, equal, at_least, ret = 0x20, 0x15, 0x35, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K
-    families = [
-        (equal, 0, 3, _CALLS["socket"][column]),
-        (load, 0, 0, 16),  # the first argument of the call
-        (equal, 1, 0, socket.AF_INET),
-        (equal, 0, 1, socket.AF_INET6),
-    ]
-    tail = families if only_internet else []
-    deny = len(numbers) + len(tail) + 1
+    allow, fail = (ret, 0, 0, 0x7FFF0000), (ret, 0, 0, 0x00050000 | 1)  # SECCOMP_RET_ALLOW; SECCOMP_RET_ERRNO, EPERM
+    by_argument = list[tuple[int, int, int, int]]()
+    for name, values in (unless_first or {}).items():
+        count, number = len(values), _CALLS[name][column]
+        assert number is not None
+        by_argument += [
+            (equal, 0, count + 3, number),
+            (load, 0, 0, 16),  # the low half of the first argument
+            *((equal, count - i, 0, value) for i, value in enumerate(values)),
+            fail,
+            allow,
+        ]
+    deny = len(numbers) + len(by_argument) + 1
     program = [
         (load, 0, 0, 4),  # the architecture of the call, because numbers differ between architectures
         (equal, 0, deny + 2, architecture),
         (load, 0, 0, 0),  # the number of the call
         (at_least, deny, 0, 0x40000000),  # the x32 interface, the same calls under other numbers
         *((equal, deny - 1 - i, 0, number) for i, number in enumerate(numbers)),
-        *tail,
-        (ret, 0, 0, 0x7FFF0000),  # SECCOMP_RET_ALLOW
-        (ret, 0, 0, 0x00050000 | 1),  # SECCOMP_RET_ERRNO, EPERM
+        *by_argument,
+        allow,
+        fail,
     ]
     code = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *line) for line in program))
     filtered = struct.pack("@HP", len(program), ctypes.addressof(code))

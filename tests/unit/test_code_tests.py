@@ -120,6 +120,22 @@ def test_programs_run_in_confined_reward_processes(tmp_path):
     assert not secret.exists()
 
 
+SEGMENT = """
+import ctypes as c
+memory = c.CDLL(None)
+memory.shmat.restype = c.c_void_p
+number = memory.shmget(77, 4096, 0o1666)
+if number < 0:
+    raise OSError
+at = memory.shmat(c.c_int(number), None, 0)
+"""
+"""Opens a segment of shared memory that outlives its program."""
+THIEF = f"""
+for path in ('../answer', '/dev/shm/answer'):
+    try: print(open(path).read())
+    except OSError: pass
+{SEGMENT}print(c.string_at(at).decode())
+"""
 HOSTILE = {
     "leaves a process that rewrites later tests": """
 import os, time
@@ -130,7 +146,13 @@ if not os.fork():
             try: open(f'../{name}/program.py', 'w').write("print('3')")
             except OSError: pass
 """,
-    "leaves a file for later programs": "open('../answer', 'w').write('3')",
+    "leaves a file for later programs": "open('../answer', 'w').write('zebra')",
+    "leaves a file in shared memory": "open('/dev/shm/answer', 'w').write('zebra')",
+    "leaves shared memory without a file": f"{SEGMENT}c.memmove(at, b'zebra', 6)",
+    "forbids the reward process to write": """
+import os, resource
+resource.prlimit(os.getppid(), resource.RLIMIT_FSIZE, (1, 1))
+""",
     "closes the temporary folder": "import os\nos.chmod('..', 0)",
     "nests folders": "import os\nfor _ in range(3000):\n    os.mkdir('d')\n    os.chdir('d')",
     "reads the expected output": """
@@ -149,11 +171,32 @@ with open(f'/proc/{os.getppid()}/mem', 'rb', 0) as memory:
 @pytest.mark.parametrize("attack", HOSTILE)
 def test_a_hostile_program_gains_nothing_and_the_next_sample_is_scored_as_before(attack, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "zebra")
-    thief = "print(open('../answer').read())"
     tests = [{"input": "1 2", "output": "zebra"}]
-    responses = [HOSTILE[attack], SUMS, thief, "print('zebra')"]
+    responses = [HOSTILE[attack], SUMS, THIEF, "print('zebra')"]
     results = confined(responses, tests, pass_env=["JUDGE_KEY"], on_error="stop")
     assert [result.score for result in results] == [0.0, 0.0, 0.0, 1.0]
+    assert not any(result.failures for result in results[1:])
+
+
+OF_THE_REWARD_PROCESS = {
+    "mode": "os.chmod('../..', 0o700)",
+    "own mode": "os.chmod('..', 0o700)",
+    "mode by a descriptor": "os.fchmod(os.open('..', os.O_RDONLY), 0o700)",
+    "extended attribute": "os.setxattr('.', 'user.a', b'1')",
+    "file limit": "resource.prlimit(os.getppid(), resource.RLIMIT_FSIZE, (1, 1))",
+    "own file limit": "resource.setrlimit(resource.RLIMIT_FSIZE, (99, 99))",
+    "scheduler": "os.sched_setscheduler(os.getppid(), os.SCHED_IDLE, os.sched_param(0))",
+    "own scheduler": "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))",
+    "cores": "os.sched_setaffinity(os.getppid(), os.sched_getaffinity(0))",
+    "priority": "os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)",
+}
+
+
+@pytest.mark.parametrize("what", OF_THE_REWARD_PROCESS)
+def test_a_program_changes_only_its_own_process(what):
+    program = f"import os, resource\n{OF_THE_REWARD_PROCESS[what]}\n{SUMS}"
+    allowed = what in ("own file limit", "own scheduler")
+    assert [each.score for each in confined([program], [{"input": "1 2", "output": "3"}])] == [float(allowed)]
 
 
 def test_the_order_of_a_set_is_the_same_in_each_process():
