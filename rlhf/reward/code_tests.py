@@ -98,10 +98,13 @@ def _test(given: Any) -> CodeTest:
     if not (isinstance(name, str) and name.isidentifier()):
         raise ValueError(f"fn_name={name!r} is not the name of a function")
     arguments = [json.loads(line) for line in stdin.splitlines()] if isinstance(stdin, str) else stdin
-    with contextlib.suppress(ValueError):
-        output = json.loads(output) if isinstance(output, str) else output
+    expected = [output]
+    if isinstance(output, str):
+        with contextlib.suppress(ValueError):
+            # JSON arguments have a JSON result. Beside a list of arguments, "101" may also be the string itself.
+            expected = [json.loads(output), *([] if isinstance(stdin, str) else [output])]
     # APPS stores some results in a list of one element.
-    expected = [output, *(output if isinstance(output, list) and len(output) == 1 else [])]
+    expected += [each[0] for each in expected if isinstance(each, list) and len(each) == 1]
     return CodeTest(code=_CALL.format(name=name, arguments=json.dumps(arguments), expected=json.dumps(expected)))
 
 

@@ -40,6 +40,8 @@ def confined(responses, tests, **settings):
         ("class Solution:\n    def add(self, a, b):\n        return [a, b]\n",
          {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[1, 2]]}),
         ("def pair(a):\n    return a, None\n", [{"fn_name": "pair", "input": "[1]", "output": "[[1], null]"}]),
+        ("def bits(a):\n    return format(a, 'b')\n", {"fn_name": "bits", "inputs": [[5]], "outputs": ["101"]}),
+        ("def bits(a):\n    return format(a, 'b')\n", {"fn_name": "bits", "inputs": ["5"], "outputs": ['"101"']}),
         (SUMS, {"inputs": ["1 2\n", ["3 4"]], "outputs": ["3\n", ["7"]]}),
         ("def f():\n    return float('inf')\n", {"fn_name": "f", "inputs": [[]], "outputs": ["Infinity"]}),
         (SUMS, json.dumps([{"input": "1 2", "output": "3"}])),
