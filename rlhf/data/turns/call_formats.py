@@ -3,7 +3,7 @@
 import ast
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rlhf.data.turns import plain_calls
@@ -21,11 +21,12 @@ Read = Callable[[str, ToolSchemas], tuple[str, list[Written]]]
 """Returns the text without calls, and the calls."""
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:(</tool_call>)|(?=<tool_call>)|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n?")
+_PARAMETER_END = "</parameter>"
 _LLAMA = re.compile(r'(<\|python_tag\|>)|\{\s*"(?:name|type)"')
 _LLAMA_BETWEEN = re.compile(r"(?:\s|;|<\|python_tag\|>)*")
 _MISTRAL = "[TOOL_CALLS]"
-_MISTRAL_NAMED = re.compile(r"\s*([^\s\[{]+)(?:\[CALL_ID\]([^\[]*))?(?:\[ARGS\])?\s*(?=\{)")
+_MISTRAL_NAMED = re.compile(r"\s*([^\s\[{]+)(?:\[CALL_ID\]([^\s\[{]*))?(?:\[ARGS\])?\s*(?=\{)")
 _FENCED = re.compile(r"```(?:tool_code|tool_call|json)\s*\n(.*?)(?:```|\Z)", re.DOTALL)
 _GEMMA = re.compile(r'\A\s*(\{\s*"name".*|\[\s*\{\s*"name".*)\Z', re.DOTALL)
 
@@ -49,7 +50,7 @@ def _xml_call(body: str, tools: ToolSchemas) -> Written:
         return Written(body, problem="the call does not end with </function>")
     name, schemas = function[1], tools.parameters(function[1])
     arguments = {}
-    for key, value in _PARAMETER.findall(function[2]):
+    for key, value in _parameters(function[2]):
         arguments[key] = value
         if schemas.get(key, {}).get("type", "string") != "string":
             try:
@@ -57,6 +58,15 @@ def _xml_call(body: str, tools: ToolSchemas) -> Written:
             except BROKEN_JSON as error:
                 return Written(body, name, problem=f"{key} of {name} is not JSON: {error}")
     return Written(body, name, arguments)
+
+
+def _parameters(text: str) -> Iterator[tuple[str, str]]:
+    """Yield name and value of each parameter. A parameter without an end, and all after it, are left out."""
+    at = 0
+    # One regular expression for start and end would search an end that is missing once for each start.
+    while (start := _PARAMETER.search(text, at)) and (end := text.find(_PARAMETER_END, start.end())) >= 0:
+        yield start[1], text[start.end() : end].removesuffix("\n")
+        at = end + len(_PARAMETER_END)
 
 
 def llama3(text: str, tools: ToolSchemas) -> tuple[str, list[Written]]:

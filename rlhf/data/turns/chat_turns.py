@@ -170,9 +170,9 @@ class ChatTurns:
             text, calls = chat_format.read(text, self._schemas) if self._schemas.functions else (text, [])
         for special in self._special_texts:
             text = text.replace(special, "")
-        ids = [call.id for call in calls]
         # A policy may write an id twice; then only the first call keeps it.
-        calls = [replace(call, id=None) if call.id in ids[:i] else call for i, call in enumerate(calls)]
+        first = dict[str | None, int]()
+        calls = [call if first.setdefault(call.id, i) == i else replace(call, id=None) for i, call in enumerate(calls)]
         actions = tuple(self._schemas.action(call, i) for i, call in enumerate(calls))
         return Turn(text.strip(), thoughts, actions, ended)
 

@@ -1,15 +1,13 @@
 """Reads GPT-OSS's turns: thoughts, answers and calls in channels (OpenAI's harmony format)."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rlhf.data.turns.tool_calls import BROKEN_JSON, Written, parsed_json
 
-_BLOCK = re.compile(
-    r"(?P<header>[^<]*(?:<\|(?:channel|constrain)\|>[^<]*)*)<\|message\|>(?P<body>.*?)"
-    r"(?P<end><\|(?:end|call|return)\|>|(?=<\|start\|>)|\Z)",
-    re.DOTALL,
-)
+_MESSAGE = "<|message|>"
+_NOT_IN_HEADER = re.compile(r"<(?!\|(?:channel|constrain)\|>)")
+_END = re.compile(r"<\|(?:end|call|return)\|>|(?=<\|start\|>)|\Z")
 _RECIPIENT = re.compile(r"\bto=(\S+?)(?=[\s<]|\Z)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _NAMESPACE = "functions."
@@ -18,16 +16,28 @@ _NAMESPACE = "functions."
 def harmony(text: str) -> tuple[str, str, list[Written]]:
     """Return answer, thoughts and calls of a turn that continues `<|start|>assistant`."""
     answers, thoughts, calls = list[str](), list[str](), list[Written]()
-    for block in _BLOCK.finditer(text.removeprefix("<|start|>")):
-        header, body = block["header"], block["body"]
+    for header, body, end in _blocks(text):
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
         if recipient:
-            calls.append(_call(recipient[1], body, closed=block["end"] == "<|call|>"))
+            calls.append(_call(recipient[1], body, closed=end == "<|call|>"))
         elif channel and channel[1] == "analysis":
             thoughts.append(body)
         else:
             answers.append(body)
     return _joined(answers), _joined(thoughts), calls
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str, str]]:
+    """Yield header, body and end of each message, in time linear in the text: one regular expression for all three took
+    13 s for 20,000 letters without a message."""
+    at = 0
+    while (message := text.find(_MESSAGE, at)) >= 0:
+        header = _NOT_IN_HEADER.split(text[at:message])[-1]
+        body = message + len(_MESSAGE)
+        end = _END.search(text, body)
+        assert end is not None  # the end of the text is an end
+        yield header, text[body : end.start()], end[0]
+        at = end.end()
 
 
 def _call(recipient: str, body: str, closed: bool) -> Written:
