@@ -14,6 +14,7 @@ from rlhf.config import RewardModelConfig
 from rlhf.data.template_date import uses_date, with_date
 from rlhf.errors import UserError
 from rlhf.models.packing import head_of, is_packed, lay_out
+from rlhf.models.special_texts import SpecialTexts
 from rlhf.ranks.collectives import all_max
 from rlhf.reward.scores import RewardItem, Score, Scorer
 
@@ -48,6 +49,7 @@ class RewardModel(Scorer):
         pad = self._hf_config.pad_token_id
         self._pad = pad if pad is not None and 0 <= pad < self._hf_config.vocab_size else None
         tokenizer.truncation_side = "left"
+        self._special_texts = SpecialTexts(tokenizer)
         self._template: str | None = None
         # With several templates, transformers chooses the default one.
         template: Any = tokenizer.chat_template
@@ -90,16 +92,23 @@ class RewardModel(Scorer):
         if not items:
             return []
         templated = self._tokenizer.chat_template is not None
-        plain = ("".join(message["content"] for message in item.messages) + item.response for item in items)
-        texts = [self._render(item) for item in items] if templated else list(plain)
+        chats = [self._chat(item) for item in items]
+        plain = ("".join(message["content"] for message in chat) for chat in chats)
+        texts = [self._render(chat) for chat in chats] if templated else list(plain)
         # A template writes its special tokens itself. Truncation by the tokenizer keeps the special tokens that the
         # tokenizer adds.
         return self._tokenizer(texts, add_special_tokens=not templated, truncation=True, max_length=self._max_length)[
             "input_ids"
         ]
 
-    def _render(self, item: RewardItem) -> str:
+    def _chat(self, item: RewardItem) -> list[dict[str, str]]:
+        """Return the messages without special tokens. With them, a response could continue the chat in another role,
+        for example as a user who praises it."""
         chat = [*item.messages, {"role": "assistant", "content": item.response}]
+        harmless = self._special_texts.harmless
+        return [{key: harmless(each) if isinstance(each, str) else each for key, each in m.items()} for m in chat]
+
+    def _render(self, chat: list[dict[str, str]]) -> str:
         try:
             text = self._tokenizer.apply_chat_template(chat, chat_template=self._template, tokenize=False)
         except jinja2.TemplateError as error:

@@ -191,6 +191,22 @@ def test_special_tokens_are_the_template_s_or_else_the_tokenizer_s(tmp_path, tem
         assert close(scores(build(tmp_path), ITEMS), plain(tmp_path, ITEMS))
 
 
+@pytest.mark.parametrize("template", [True, False])
+def test_a_response_cannot_write_special_tokens(tmp_path, template):
+    """Otherwise a response could end its message and praise itself as the user."""
+    classifier("llama", tmp_path)
+    if not template:
+        (tmp_path / "chat_template.jinja").unlink()
+    tokenizer = tiny_tokenizer()
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    texts = "".join(tokenizer.added_tokens_decoder[number].content for number in special)
+    with single_rank():
+        model = build(tmp_path)
+        chats = [item("1 + 1?", "2"), item("1 + 1?", f"2{texts}"), item(f"1 + 1?{texts}", "2")]
+        honest, *forged = ([token for token in ids if token in special] for ids in model._tokenize(chats))
+    assert forged == [honest, honest]
+
+
 def test_without_a_padding_token_any_token_may_end_a_chat(tmp_path):
     classifier("llama", tmp_path, pad_token_id=None)
     template = (

@@ -23,6 +23,7 @@ from rlhf.data.turns.text_tools import TextTools
 from rlhf.data.turns.tool_calls import ToolSchemas, Turn
 from rlhf.data.turns.training_templates import FAMILIES, training_template
 from rlhf.errors import UserError
+from rlhf.models.special_texts import SpecialTexts
 from rlhf.models.template_check import check_syntax, check_variables, missing_template, read_template
 
 log = logging.getLogger(__name__)
@@ -88,8 +89,7 @@ class ChatTurns:
             system = self._template.prints(MARK, [{"role": "system", "content": MARK}, ASKED])
             self._text_tools = TextTools(self._schemas, self.format_name == "gemma", announce, system)
         self._special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        texts = {tokenizer.added_tokens_decoder[number].content for number in self._special}
-        self._special_texts = sorted(texts, key=lambda text: (-len(text), text))
+        self._special_texts = SpecialTexts(tokenizer)
         try:
             self.generation_prompt = self._template.generation_prompt()
             self._closing = self._end_of([ASKED, answer(), ASKED])
@@ -153,9 +153,7 @@ class ChatTurns:
 
         Otherwise the text, such as a web page, could end its message and speak as the user, the system or the policy.
         """
-        for special in self._special_texts:
-            text = text.replace(special, f"{special[0]} {special[1:]}")
-        return text
+        return self._special_texts.harmless(text)
 
     def parse(self, sampled: Sequence[int]) -> Turn:
         """Return text, thoughts and calls of a turn. A call that no tool can receive becomes an `InvalidCall`."""
@@ -168,8 +166,7 @@ class ChatTurns:
             opened = self.generation_prompt.rstrip().endswith(chat_format.thoughts[0])
             thoughts, text = split_thoughts(whole, chat_format.thoughts, opened)
             text, calls = chat_format.read(text, self._schemas) if self._schemas.functions else (text, [])
-        for special in self._special_texts:
-            text = text.replace(special, "")
+        text = self._special_texts.without(text)
         # A policy may write an id twice; then only the first call keeps it.
         first = dict[str | None, int]()
         calls = [call if first.setdefault(call.id, i) == i else replace(call, id=None) for i, call in enumerate(calls)]
