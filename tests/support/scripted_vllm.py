@@ -136,6 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(405 if server.serves_adapters else 404)
             return
         answers = {"/version": {"version": "0.32.0"}, "/weight_info": {"weight_version": server.label}, "/health": {}}
+        answers["/v1/models"] = {"data": [{"id": "policy", "max_model_len": 256}]}
         self.answer(json.dumps(answers[self.path]))
 
     def do_POST(self) -> None:

@@ -246,6 +246,19 @@ def test_a_server_without_token_counts_is_an_error(text, error, words):
         ask(handler, lambda client: client.load())
 
 
+def test_the_length_of_a_server_is_that_of_its_model():
+    answers = iter([{"data": [{"max_model_len": 64}, {"max_model_len": None}]}, {"data": []}, {"data": [7]}, {}])
+
+    async def handler(request: web.Request) -> web.Response:
+        assert request.path == "/v1/models"
+        return web.json_response(next(answers))
+
+    assert ask(handler, lambda client: client.max_model_len()) == 64
+    for _ in range(3):
+        with pytest.raises(ServerFailure, match="max_model_len is missing"):
+            ask(handler, lambda client: client.max_model_len())
+
+
 def test_the_secret_is_shown_on_every_route_and_taken_nowhere_else():
     asked, elsewhere = [], []
 

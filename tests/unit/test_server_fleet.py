@@ -25,14 +25,14 @@ from rlhf.rollout.servers.server_engine import server_gpus
 from tests.support.refusals import says, user_error
 from tests.support.tcp_proxy import Proxy
 
-DEADLINE_S = 60.0
+DEADLINE_S, LONGEST = 60.0, 48
 HERE = "127.0.0.1"
 SECRET = Secret("of-this-run-alone", "RUN/secret")
 
 
 @contextmanager
 def fleet(settings: ServersConfig, processes: dict[Path, Any]) -> Iterator[Fleet]:
-    made = Fleet(FleetLoop(settings, processes, RequestSettings([1], {}, 10), SECRET, capacity=4))
+    made = Fleet(FleetLoop(settings, processes, RequestSettings([1], {}, 10, longest=LONGEST), SECRET, capacity=4))
     try:
         yield made
     finally:
@@ -133,9 +133,9 @@ class Slow(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, counts: int, *, alive: bool, wants: str | None = None) -> None:
+    def __init__(self, counts: int, *, alive: bool, wants: str | None = None, length: int = LONGEST) -> None:
         self.counts, self.alive, self.counted = counts, alive, 0
-        self.wants = wants
+        self.wants, self.length = wants, length
         self.enough = threading.Event()
         super().__init__((HERE, 0), SlowHandler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -155,7 +155,9 @@ class SlowHandler(BaseHTTPRequestHandler):
                 slow.enough.set()
             self.answer(f"vllm:generation_tokens_total{{}} {slow.counted if slow.alive else 7}\n")
         else:
-            self.answer(json.dumps({"/version": vllm, "/weight_info": label, "/health": {}}[self.path]))
+            models = {"data": [{"id": "policy", "max_model_len": slow.length}]}
+            answers = {"/version": vllm, "/weight_info": label, "/health": {}, "/v1/models": models}
+            self.answer(json.dumps(answers[self.path]))
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -256,6 +258,16 @@ def test_a_server_given_by_url_should_ask_for_a_secret_which_is_this_runs(wants,
     assert len(logged) == (wants is None)
     assert all(url in text and "RUN/secret" in text and "RLHF_ROLLOUT_SECRET" in text for text in logged)
     assert SECRET.value not in caplog.text
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_server_that_would_cut_responses_is_the_users_mistake():
+    server = Slow(counts=1, alive=True, length=LONGEST - 1)
+    url = f"http://{HERE}:{server.server_port}"
+    with fleet(limits(urls=[url]), {}) as it:
+        names = (url, "--max-model-len=47", "data.max_prompt_length", "data.max_response_length is 48", "-len 48 or")
+        says(user_error(lambda: it.wait(DEADLINE_S, generating=False)), *names)
     server.shutdown()
     server.server_close()
 

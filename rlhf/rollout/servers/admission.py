@@ -1,4 +1,4 @@
-"""Checks a rollout server that has just started: its vLLM release, token counters, adapters and secret."""
+"""Checks a rollout server that has just started: its vLLM release, token counters, adapters, length and secret."""
 
 import logging
 
@@ -13,11 +13,11 @@ log = logging.getLogger(__name__)
 class Admission:
     """Checks the servers of a fleet, and warns once of each server without a secret.
 
-    `adapter_rank`: as in `RequestSettings`.
+    `adapter_rank` and `longest`: as in `RequestSettings`.
     """
 
-    def __init__(self, secret: Secret, adapter_rank: int | None) -> None:
-        self._secret, self._adapter_rank = secret, adapter_rank
+    def __init__(self, secret: Secret, adapter_rank: int | None, longest: int | None) -> None:
+        self._secret, self._adapter_rank, self._longest = secret, adapter_rank, longest
         self._warned: set[str] = set()
 
     async def check(self, client: ServerClient, url: str, *, ours: bool) -> None:
@@ -43,6 +43,12 @@ class Admission:
             raise UserError(
                 f"rollout.lora=native: the rollout server {url} serves no adapters. Start it with --enable-lora "
                 f"--max-lora-rank {self._adapter_rank}, or set rollout.lora=merged."
+            )
+        if self._longest is not None and not ours and (length := await client.max_model_len()) < self._longest:
+            raise UserError(
+                f"The rollout server {url} has --max-model-len={length}, and would cut responses: "
+                f"data.max_prompt_length plus data.max_response_length is {self._longest}. Start the server with "
+                f"--max-model-len {self._longest} or more, or lower data.max_response_length."
             )
         if not ours and url not in self._warned and not await client.requires_secret():
             self._warned.add(url)

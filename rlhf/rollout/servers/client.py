@@ -52,6 +52,8 @@ class RequestSettings:
     tokenizer: Any = None  # decodes continued responses with stop strings
     adapter_rank: int | None = None
     """vLLM's `max_lora_rank` if the servers apply adapters to a base. Each request then names the adapters."""
+    longest: int | None = None
+    """Tokens of the longest prompt plus the longest response."""
 
 
 def open_session() -> aiohttp.ClientSession:
@@ -88,6 +90,16 @@ class ServerClient:
 
     async def version(self) -> str:
         return _text(_parsed(await self._call("GET", "/version", self._short)), "version")
+
+    async def max_model_len(self) -> int:
+        """Return the server's limit of prompt plus response in tokens. At the limit, vLLM ends a response as if it had
+        `max_tokens` tokens."""
+        models = _parsed(await self._call("GET", "/v1/models", self._short)).get("data")
+        first = models[0] if isinstance(models, list) and models else None
+        found = first.get("max_model_len") if isinstance(first, dict) else None
+        if not _is_int(found):
+            raise ServerFailure(f"/v1/models: max_model_len is missing: {_short(str(models))}")
+        return found
 
     async def serves_adapters(self) -> bool:
         """Return whether the server can load adapters."""

@@ -63,7 +63,8 @@ class FleetLoop:
         self.error: BaseException | None = None  # an error that no restart of a server fixes
         self._settings, self.processes, self._capacity = settings, processes, capacity
         self._request_settings, self._open_session = request_settings, open_session
-        self._secret, self._admission = secret, Admission(secret, request_settings.adapter_rank)
+        self._secret = secret
+        self._admission = Admission(secret, request_settings.adapter_rank, request_settings.longest)
         self._budget = Budget(settings.max_failures)
         self._members: list[Member] = []
         self._generation: ServedGeneration | None = None

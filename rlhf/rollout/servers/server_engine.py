@@ -256,7 +256,12 @@ def build_server_engine(
             weight_push = push_class(config, device, secret)
             resources.callback(weight_push.close)
             request_settings = RequestSettings(
-                policy.eos, config.structured_outputs, policy.vocab_size, policy.tokenizer, adapter_rank
+                policy.eos,
+                config.structured_outputs,
+                policy.vocab_size,
+                policy.tokenizer,
+                adapter_rank,
+                policy.max_model_len,
             )
             fleet = Fleet(FleetLoop(config.servers, processes, request_settings, secret, capacity=config.max_num_seqs))
             resources.callback(fleet.close)
