@@ -10,8 +10,10 @@ import pytest
 from rlhf.checkpoint.commit.manifest import read_manifest, write_manifest
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from rlhf.storage.layout import HISTORY, MANIFEST, RUN_FILE, scan, step_dir
+from rlhf.storage.layout import DRIVER_STATE, HISTORY, MANIFEST, RUN_FILE, scan, step_dir
+from tests.support.checkpoints import PlainRole, make_checkpointer
 from tests.support.launching import flip_a_byte
+from tests.support.refusals import says
 from tests.support.remotes import (
     assert_same_files,
     complete_steps,
@@ -62,6 +64,18 @@ def test_a_run_does_not_start_at_zero_when_all_copies_are_damaged(tmp_path, fold
         DAMAGES["a flipped bit"](remote_dir(tmp_path, step))
     with pytest.raises(UserError, match="will not start again at step 0 by itself"):
         start_from_remote(on_empty_disk(config, tmp_path / "b"))
+
+
+def test_a_run_whose_own_checkpoints_are_all_damaged_is_told_of_the_copies(tmp_path, folder_url):
+    config = make_run(tmp_path / "a", 2, 4, remote=folder_url)
+    copy_all(config)
+    for step in (2, 4):
+        flip_a_byte(step_dir(config.run_dir, step) / DRIVER_STATE)
+    with pytest.raises(UserError) as raised:
+        make_checkpointer(config, PlainRole()).resume()
+    says(raised.value, "trainer.overwrite=false", f"downloads the newest copy from checkpoint.remote={folder_url}")
+    assert start_from_remote(config) == 4
+    assert make_checkpointer(config, PlainRole()).resume() is True
 
 
 def test_copies_of_another_format_are_neither_used_nor_removed(tmp_path, folder_url, caplog):

@@ -88,7 +88,7 @@ def restore(
 
     history = HistoryPlace(run_dir / HISTORY, on_own_disk=len(coordinator.domain_leaders) > 1)
     snapshots = None if memory is None else _Snapshots(memory, history, state.driver.total_steps)
-    return _with_newest_intact(run_dir, source, coordinator, attempt, snapshots)
+    return _with_newest_intact(run_dir, source, settings.remote, coordinator, attempt, snapshots)
 
 
 def _parts_to_load(manifest: Manifest, settings: CheckpointConfig, *, begins: bool) -> list[str]:
@@ -130,6 +130,7 @@ def _candidates(run_dir: Path, snapshots: _Snapshots | None, coordinator: Coordi
 def _with_newest_intact(
     run_dir: Path,
     source: Path | None,
+    remote: str | None,
     coordinator: Coordinator,
     attempt: Callable[[FileLocations, Coordinator], T],
     snapshots: _Snapshots | None,
@@ -164,7 +165,7 @@ def _with_newest_intact(
     if source is not None:
         return from_source(source, coordinator, lambda located: attempt(located, coordinator))
     # Promise 5.
-    _reject_second_start(run_dir, stuck, incomplete, coordinator)
+    _reject_second_start(run_dir, remote, stuck, incomplete, coordinator)
     return None
 
 
@@ -197,10 +198,10 @@ def from_source(source: Path, coordinator: Coordinator, attempt: Callable[[FileL
 
 
 def _reject_second_start(
-    run_dir: Path, stuck: list[str], incomplete: list[FileLocations], coordinator: Coordinator
+    run_dir: Path, remote: str | None, stuck: list[str], incomplete: list[FileLocations], coordinator: Coordinator
 ) -> None:
-    """Raise UserError if the run has had checkpoints. `stuck`: damaged checkpoints that could not be set aside.
-    Collective."""
+    """Raise UserError if the run has had checkpoints. `remote`: `checkpoint.remote`. `stuck`: damaged checkpoints that
+    could not be set aside. Collective."""
     aside = coordinator.on_domain_leaders(
         lambda: [path.name for reason in ("damaged", "incomplete") for path in set_aside_dirs(run_dir, reason)]
     )
@@ -215,9 +216,16 @@ def _reject_second_start(
         )
     if damaged:
         names = ", ".join(damaged)
+        remedy = "Restore"
+        # A start downloads copies only into a directory without checkpoints, and this start's directory had some.
+        if remote is not None and not published(run_dir, coordinator):
+            remedy = (
+                "The next start with trainer.resume_mode=auto and trainer.overwrite=false downloads the newest copy "
+                f"from checkpoint.remote={remote}. If there is none, restore"
+            )
         raise UserError(
             f"Every checkpoint in {run_dir} is damaged ({names}), and the run will not start again at step 0 by "
-            "itself. Restore a checkpoint from a backup, or start anew with trainer.overwrite=true or another "
+            f"itself. {remedy} a checkpoint from a backup, or start anew with trainer.overwrite=true or another "
             "trainer.experiment_name."
         )
     reject_lost(run_dir, coordinator)
