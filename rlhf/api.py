@@ -1,7 +1,6 @@
 """Starts runs from Python, `rlhf.train(overrides, reward=score, callbacks=[...])`, and for the command line."""
 
 import inspect
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -48,7 +47,7 @@ def train(
         config_dir: a folder with more recipes and group entries (`--config-dir`).
 
     Returns:
-        The content of `report/report.json` in the directory of the finished run.
+        The content of `report/report.json` of the finished run, even if a full disk has left no room for the file.
 
     Raises:
         UserError: a mistake in the settings, the data or the files, found before the training began.
@@ -74,8 +73,10 @@ def train(
         code = start(config, library.recipes(overrides), callbacks)
     if code != EXIT_DONE:
         raise RunEnded(code, config.run_dir)
-    report: dict[str, Any] = json.loads((config.run_dir / "report" / "report.json").read_text())
-    return report
+    from rlhf.tracking.report import summarize
+
+    # Not from the file: on a full disk it is missing, or it is the report of an earlier and shorter run.
+    return summarize(config.run_dir)
 
 
 def _check_arguments(overrides: object, reward: object, callbacks: object) -> None:

@@ -11,7 +11,10 @@ import rlhf.train
 from rlhf.api import check_inputs, file_and_name
 from rlhf.config import Config, RewardConfig, TrainerConfig
 from rlhf.config.user_functions import load_function
-from rlhf.errors import EXIT_USER_ERROR, UserError
+from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
+from rlhf.storage.layout import HISTORY
+from rlhf.tracking.history import History
+from rlhf.tracking.report import REPORT
 from tests.support.refusals import says
 
 
@@ -68,6 +71,22 @@ def test_a_function_of_a_notebook_is_refused():
     exec(compile("def score(solution_str):\n    return 0.0\n", "/tmp/ipykernel_7/123.py", "exec"), space)
     with pytest.raises(UserError, match="writefile"):
         rlhf.train([], reward=[space["score"]])
+
+
+@pytest.mark.parametrize("earlier", [None, '{"steps": 1}'])
+def test_the_result_is_right_even_if_the_report_could_not_be_written(tmp_path, monkeypatch, earlier):
+    """A run that is finished on a full disk has no report.json, or that of an earlier and shorter run."""
+
+    def start(config, *_):
+        (config.run_dir / REPORT).parent.mkdir(parents=True)
+        History(config.run_dir / HISTORY).append({"step": 3, "reward/mean": 0.5})
+        if earlier is not None:
+            (config.run_dir / REPORT).write_text(earlier)
+        return EXIT_DONE
+
+    monkeypatch.setattr("rlhf.api.start", start)
+    report = rlhf.train([f"trainer.default_local_dir={tmp_path}"])
+    assert (report["steps"], report["reward"]) == (3, [[3, 0.5]])
 
 
 def test_a_string_of_overrides_is_rejected():
