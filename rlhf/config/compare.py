@@ -1,7 +1,7 @@
 """Compares a stored configuration with the current one, and finds the differences that change the run."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
@@ -17,7 +17,7 @@ from rlhf.config.known_settings import SETTINGS
 from rlhf.config.overrides import hydra_value
 from rlhf.config.resolved import from_stored, to_yaml
 from rlhf.config.same_files import same_value
-from rlhf.config.secrets import masked
+from rlhf.config.secrets import masked, secrets_of
 from rlhf.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,8 @@ NEW_RUN = (
     "give the new run a directory of its own with trainer.experiment_name=NAME (or trainer.default_local_dir=FOLDER), "
     "or start over in this one with trainer.overwrite=true"
 )
+SECRETS = "Not compared, because each contains a secret: %s. Another meaning than before changes the numbers."
+"""Log line for `not_compared`. Without it, nothing shows that the query of a judge's address has another model."""
 
 
 @dataclass(frozen=True)
@@ -106,15 +108,16 @@ def compare_text(stored: str, present: Config, release: str | None = None) -> Co
 class ResolvedConfig:
     """The whole configuration as text, for code that stores or compares it without reading its sections.
 
-    `compare` receives a stored text and the release that wrote it.
+    `compare` receives a stored text and the release that wrote it. `not_compared` has the result of the function.
     """
 
     text: str
     compare: Callable[[str, str | None], ConfigDiff]
+    not_compared: Sequence[str] = ()
 
     @classmethod
     def of(cls, config: Config) -> "ResolvedConfig":
-        return cls(to_yaml(config), lambda stored, release: compare_text(stored, config, release))
+        return cls(to_yaml(config), lambda stored, release: compare_text(stored, config, release), not_compared(config))
 
     @property
     def hash(self) -> str:
@@ -129,6 +132,12 @@ class ResolvedConfig:
 def trajectory(config: Config) -> dict[str, Any]:
     """Return the settings that the run's numbers depend on, by their dotted names."""
     return {s.key: masked(s.value(config)) for s in SETTINGS.values() if s.metadata["resume"] == "trajectory"}
+
+
+def not_compared(config: Config) -> list[str]:
+    """Return the names of secrets in settings that the run's numbers depend on: `compare` cannot see their changes."""
+    settings = (s for s in SETTINGS.values() if s.metadata["resume"] == "trajectory")
+    return [name for s in settings for name, _ in secrets_of(s.value(config), s.key)]
 
 
 def reject_changes(diff: ConfigDiff, *, allow: bool, begins: bool = False) -> None:

@@ -14,8 +14,16 @@ SECRET_NAME = re.compile(
 """Name of an environment variable whose value is a secret. See also `has_secret`."""
 SECRET_KEY = re.compile(rf"{SECRET_NAME.pattern}|pwd([_-]?\d+)?", re.IGNORECASE)
 """Key of a mapping, or name of an option, whose value is a secret."""
-_NUMBER = re.compile(r"[-+]?[\d.]+([eE][-+]?\d+)?")
+_NUMBER = re.compile(r"[-+]?[\d.]+([eE][-+]?\d+)?|None|True|False")
 _COUNTED = re.compile(r"(.*[_-])?tokens([_-]?\d+)?", re.IGNORECASE)
+_MARKER = re.compile(r"<[^<>\s]+>|\[[A-Z/]+\]")
+"""A special token, such as `</think>`."""
+_COLUMN = re.compile(
+    r"(?!.*(api|access|auth|private|secret|encryption|signing|master)[_-]?key)(.*[_-])?keys?([_-]?\d+)?", re.IGNORECASE
+)
+"""Name such as `answer_key`, which may be the name of a column, if it is not that of an `api_key` or similar."""
+_WORDS = re.compile(r"[A-Za-z]{1,15}\d{0,2}([_.][A-Za-z]{0,15}\d{0,2}){0,3}")
+"""Value that names a column. Longer words may be generated keys."""
 SECRET = re.compile(
     r"\b(?:hf|sk|ghp|gho|xox[a-z]|AKIA)[_-]?[A-Za-z0-9-]{16,}"
     r"|\bBearer +[^\s'\",]+"
@@ -50,15 +58,23 @@ class Redaction:
 
 
 def has_secret(name: str, value: object, names: re.Pattern[str] = SECRET_KEY) -> bool:
-    """Return whether `name` is a secret's name. Numbers under a name such as `max_tokens` count tokens."""
-    return names.fullmatch(name) is not None and not (_COUNTED.fullmatch(name) and _is_number(value))
+    """Return whether `value` under `name` is a secret.
+
+    Numbers under a name such as `max_tokens` count tokens. In mappings (`names` is SECRET_KEY), special tokens and the
+    names of columns are no secrets: a resume does not compare secrets, so it would miss another `answer_key`.
+    """
+    if not names.fullmatch(name) or (_COUNTED.fullmatch(name) and _has_only(_NUMBER, value)):
+        return False
+    return names is not SECRET_KEY or not (
+        _has_only(_MARKER, value) or (_COLUMN.fullmatch(name) and _has_only(_WORDS, value))
+    )
 
 
-def _is_number(value: object) -> bool:
-    """Return whether `value` is a number, also as text, or a container of numbers."""
+def _has_only(pattern: re.Pattern[str], value: object) -> bool:
+    """Return whether `value`, or each value in a container, has the `pattern` as text."""
     if isinstance(value, dict | list):
-        return all(map(_is_number, value.values() if isinstance(value, dict) else value))
-    return not isinstance(value, str) or _NUMBER.fullmatch(value) is not None
+        return all(_has_only(pattern, item) for item in (value.values() if isinstance(value, dict) else value))
+    return pattern.fullmatch(str(value)) is not None
 
 
 def without_variables(text: str) -> str:

@@ -132,17 +132,22 @@ def export(config: object) -> None:
     os.environ.update(variable for _, variable in typed_secrets(config))
 
 
-def typed_secrets(value: Any, path: str = "") -> Iterator[tuple[str, tuple[str, str]]]:
+def typed_secrets(config: object) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield the setting of each secret that the user typed, and the name and value of its environment variable."""
-    if isinstance(value, Hidden) and value.variable is not None:
-        yield path, value.variable
+    return ((setting, secret.variable) for setting, secret in secrets_of(config) if secret.variable is not None)
+
+
+def secrets_of(value: Any, path: str = "") -> Iterator[tuple[str, Hidden]]:
+    """Yield each secret in a section or setting with its dotted name, which begins with `path`."""
+    if isinstance(value, Hidden):
+        yield path, value
     items: Iterable[tuple[Any, Any]] = ()
     if is_dataclass(value):
         items = ((field.name, getattr(value, field.name)) for field in fields(value))
     elif isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
     for name, item in items:
-        yield from typed_secrets(item, f"{path}.{name}" if path else str(name))
+        yield from secrets_of(item, f"{path}.{name}" if path else str(name))
 
 
 def with_marks(typed: Any, resolved: Any, mark: str) -> Any:
@@ -203,7 +208,7 @@ def masked(value: Any, name: str = "") -> Any:
     if not isinstance(value, str):
         return value
     text = getattr(value, "text", value)
-    if has_secret(name, value):
+    if has_secret(name, text):  # not its value: a stored secret has only the text, and both must look the same
         return REDACTED
     return text if _is_interpolated(text) else without_queries(text)
 

@@ -1,13 +1,14 @@
 """Stores the result of each evaluation, compares a stored result with the command, and shows all results."""
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf.assemble.trajectory_hash import user_files
 from rlhf.config import Config
-from rlhf.config.compare import OF_EVALUATIONS, as_lines, compare_text
+from rlhf.config.compare import OF_EVALUATIONS, SECRETS, as_lines, compare_text, not_compared
 from rlhf.config.derived import needs_reward_model
 from rlhf.config.resolved import to_yaml
 from rlhf.config.user_functions import CUSTOM_CLS, hash_of_files
@@ -21,6 +22,7 @@ from rlhf.storage.layout import HISTORY
 from rlhf.tracking.history import History
 from rlhf.tracking.source_results import source_results
 
+log = logging.getLogger(__name__)
 RESULT = "evaluation.json"
 AFFECTING = (
     "trainer.seed",
@@ -102,6 +104,8 @@ def stored_result(planned: PlannedEvaluation) -> dict[str, Any] | None:
             f"{path} has the result of {planned.target.name} with other settings or files:\n" + "\n".join(lines) + "\n"
             "Set trainer.experiment_name=NAME to store a second result, or trainer.overwrite=true to replace this one."
         )
+    if secrets := [name for name in not_compared(planned.config) if name.startswith(AFFECTING)]:
+        log.warning(f"The stored result of %s is shown. {SECRETS}", planned.target.name, ", ".join(secrets))
     return result
 
 

@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 import yaml
 
+from rlhf.checkpoint.commit.identity import Identity
+from rlhf.checkpoint.commit.manifest import read_manifest
+from rlhf.checkpoint.load.compatibility import check_compatible
 from rlhf.compose import compose_config
 from rlhf.config import Config
-from rlhf.config.compare import ResolvedConfig, compare_text, trajectory
+from rlhf.config.compare import ResolvedConfig, compare_text, not_compared, trajectory
 from rlhf.config.library import Library
 from rlhf.config.overrides import hydra_value, publishable
 from rlhf.config.redaction import Redaction
@@ -16,6 +19,10 @@ from rlhf.config.resolved import from_yaml, to_yaml
 from rlhf.config.rules.validate import validate
 from rlhf.config.secrets import export, masked
 from rlhf.errors import UserError
+from rlhf.evaluate.results import RESULT, stored_result
+from rlhf.evaluate.target_settings import PlannedEvaluation
+from rlhf.evaluate.targets import EvaluationTarget
+from tests.support.published import publish
 from tests.support.refusals import says
 
 LITERALS = ("typed-by-hand", "of-the-query", "of-a-list", "of-a-user", "of-a-login", "hf_abcdefghijklmnopqrstuvwx")
@@ -181,6 +188,72 @@ def test_numbers_and_other_texts_stay_visible():
         "tokens": "REDACTED",
         "pwd": "REDACTED",
     }
+    assert publishable({"password": 1234, "max_tokens": None}) == {"password": "REDACTED", "max_tokens": None}
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("{answer_key: final}", "{answer_key: boxed}"),
+        ("{label_keys: [extra_info.answer, b_2]}", "{label_keys: [extra_info.answer, b_3]}"),
+        ("{key: groundTruth}", "{key: ground_truth}"),
+        ("{options: [--text-key, final, 'text_key=final']}", "{options: [--text-key, boxed, 'text_key=final']}"),
+        ("{stop_token: '</think>', pad-tokens: ['[PAD]']}", "{stop_token: '<|im_end|>', pad-tokens: ['[PAD]']}"),
+    ],
+)
+def test_columns_and_special_tokens_are_stored_and_compared(pair):
+    """A resume accepted another `answer_key` without a message, because this name counted as a secret's."""
+    first, second = (composed(f"reward.kwargs={kwargs}") for kwargs in pair)
+    assert [each.key for each in compare_text(to_yaml(first), second).trajectory] == ["reward.kwargs"]
+    assert publishable(first.reward.kwargs) == first.reward.kwargs == masked(first)["reward"]["kwargs"]
+    assert from_yaml(to_yaml(first)) == first
+
+
+def test_the_value_of_a_variable_does_not_decide_what_is_compared(monkeypatch):
+    monkeypatch.setenv("COUNT", "64")
+    config = composed("reward.kwargs={judge_key: '${oc.env:NAME}', max_tokens: '${oc.env:COUNT}'}")
+    assert compare_text(to_yaml(config), config).trajectory == []
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        *(f"{name}: typed" for name in ("api_key", "apiKeys", "x-access-key-2", "SECRET_KEY", "signing_key", "token")),
+        *(
+            f"judge_key: {value}"
+            for value in ("abcdefghijklmnopqrst", "a1b2c3d4", "typed-by-hand", "a_b_c_d_e", "pass word")
+        ),
+    ],
+)
+def test_other_keys_stay_secret(item):
+    config = composed(f"reward.kwargs={{{item}}}")
+    (value,) = config.reward.kwargs.values()
+    assert value not in to_yaml(config)
+    assert value not in json.dumps(masked(config))
+    assert "REDACTED" in str(publishable(config.reward.kwargs))
+
+
+def test_secrets_that_are_not_compared_are_named(tmp_path, caplog, monkeypatch):
+    """A resume, or a stored result, hid another model in the query of a judge's address."""
+    assert not_compared(composed(*SETTINGS[1:])) == []
+    config = composed(KWARGS)
+    names = [f"reward.kwargs.{each}" for each in ("api_key", "judge", "address", "url", "note", "secret.0", "secret.1")]
+    assert all(name in ", ".join(not_compared(config)) for name in names)
+    path = publish(tmp_path, 2, config=to_yaml(config))
+    identity, manifest = Identity.of_run("fsdp2", to_yaml(config), {}, [1]), read_manifest(path)
+    with caplog.at_level("INFO", logger="rlhf"):
+        check_compatible(
+            path, manifest, ResolvedConfig.of(config), identity, ["model"], moving_reference=False, allow_change=False
+        )
+    says(caplog.text, "Not compared", "reward.kwargs.api_key", "reward.kwargs.url")
+    caplog.clear()
+    monkeypatch.setattr("rlhf.evaluate.results.files_of", lambda planned: {})
+    config.trainer.default_local_dir = str(tmp_path)
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / RESULT).write_text(json.dumps({"config": to_yaml(config), "files": {}, "result": {"step": 2}}))
+    planned = PlannedEvaluation(EvaluationTarget("a"), config, again=False)
+    assert stored_result(planned) == {"step": 2}
+    says(caplog.text, "stored result of a", "Not compared", "reward.kwargs.url")
 
 
 def test_variables_are_redacted_by_name():

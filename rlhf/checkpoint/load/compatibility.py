@@ -7,7 +7,7 @@ from pathlib import Path
 from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.load.stored_config import BASE, CODE, changes_since, check_base
-from rlhf.config.compare import ResolvedConfig, log_changes, reject_changes
+from rlhf.config.compare import SECRETS, ResolvedConfig, log_changes, reject_changes
 from rlhf.errors import UserError
 from rlhf.storage.layout import INDEX, REFERENCE
 
@@ -62,6 +62,8 @@ def check_compatible(
             )
         log.warning("%s; continuing because trainer.allow_config_change=true.", text)
     log_changes(changes)
+    if config.not_compared:
+        log.info(SECRETS, ", ".join(config.not_compared))
     return frozenset(change.key for change in changes.trajectory) | others.keys()
 
 
