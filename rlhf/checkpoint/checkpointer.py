@@ -34,7 +34,7 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.run_events import record_event
 from rlhf.ranks.transport import LostPeer
 from rlhf.storage.disk_errors import SaveFailed
-from rlhf.storage.layout import scan
+from rlhf.storage.layout import scan, step_of
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +127,8 @@ class Checkpointer:
         if self._memory is None or loaded.path.parent != self._memory.place.folder:
             updated_at = None if self._state.reference is None else self._state.reference.updated_at
             self._record_saved(loaded.path, manifest.step, updated_at)
+        elif self._coordinator.is_leader:
+            self._warn_of_lost_save(manifest.step)
         if self._coordinator.is_leader:
             size, seconds = loaded.total_bytes / 2**20, loaded.seconds
             log.info("Resumed step %d from %s: %.1f MiB in %.2f s.", manifest.step, loaded.path, size, seconds)
@@ -135,6 +137,14 @@ class Checkpointer:
             for difference in same_bits_problems(manifest, self._identity, self._coordinator.world_size):
                 log.warning("%s: the state is exact, but later steps may not be bit-identical.", difference)
         return True
+
+    def _warn_of_lost_save(self, step: int) -> None:
+        """Log if the last due checkpoint before `step`, restored from memory, is missing: no later step saves it."""
+        every = self._trainer.save_freq
+        due = (step - 1) // every * every if every else 0
+        source = resume_source(self._trainer)  # a fork lacks its source's steps
+        if due > max(step_of(path) or 0 for path in (*scan(self._run_dir), source or Path())):
+            log.warning("The crash ended the save of step %d. It has no checkpoint: the run goes on from memory.", due)
 
     def _check_memory(self) -> None:
         """Raise UserError on every rank if a machine lacks memory for the copies. A rollback has the memory already."""
@@ -263,8 +273,8 @@ class Checkpointer:
     def leave(self, step: int, metrics: Mapping[str, float]) -> NoReturn:
         """Save `step`, wait for the save, and raise Preempted. Raise Unsaved if the save failed, or UserError if a
         restart would fail too."""
-        self._settle()
         try:
+            self._settle()
             self.save(step, metrics, last=True)
             self.finish(log_wait=False)
             self._drop_snapshots()

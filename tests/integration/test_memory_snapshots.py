@@ -195,6 +195,18 @@ def test_a_due_checkpoint_is_saved_after_a_resume_from_memory(tmp_path, base):
     again.crash()
 
 
+@pytest.mark.parametrize(("saved", "missing"), [((2,), True), ((2, 4), False)])
+def test_a_due_checkpoint_that_the_crash_prevented_is_named(tmp_path, base, caplog, saved, missing):
+    config = in_memory(tmp_path, base)
+    begin(0, config, 5, saved)
+    config.trainer.save_freq = 4
+    run = MemoryRun(0, config)
+    run.checkpointer.resume()
+    assert run.driver.step == 5
+    assert ("the save of step 4" in caplog.text) is missing
+    run.crash()
+
+
 def test_a_run_that_may_roll_back_has_a_checkpoint_after_a_resume_from_memory(tmp_path, base):
     """The crash may have prevented the checkpoint of step 0, without which a rollback ends the run."""
     config = in_memory(tmp_path, base)
