@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlhf.config import Config
 from rlhf.errors import UserError
@@ -138,6 +139,18 @@ def test_all_ranks_fall_back_together_if_one_rank_reads_damage(tmp_path, saved, 
     else:
         resumed = run_thread_ranks(readers, resume, config)
     assert resumed == [1] * readers
+    assert [path.name for path in scan(config.run_dir)] == ["global_step_1"]
+
+
+def test_an_error_of_the_device_does_not_condemn_the_checkpoint(saved, monkeypatch):
+    config = saved(1, 1)
+
+    def fail(state: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("rlhf.checkpoint.load.restoring.set_rng_state", fail)
+    with pytest.raises(torch.AcceleratorError):
+        resume(0, config)
     assert [path.name for path in scan(config.run_dir)] == ["global_step_1"]
 
 

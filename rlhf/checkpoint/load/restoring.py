@@ -324,7 +324,7 @@ class _Loading:
         forged checkpoint has such content."""
         try:
             yield
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # an error of the device, not of the content
             raise
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError) as error:
             log.debug("Content of an invalid form in %s", name, exc_info=True)
