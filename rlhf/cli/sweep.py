@@ -119,6 +119,9 @@ def run_all(runs: Sequence[PlannedRun], start: Callable[[Config], int]) -> int:
         except UserError as error:
             log.error("%s", error)
             codes.append(EXIT_USER_ERROR)
+        except OSError as error:  # for example a stale file handle of a network disk
+            log.error("%s", error)
+            codes.append(EXIT_CRASHED)
         if codes[-1] == EXIT_REQUEUE:
             _show_results(runs, codes)
             log.warning("The sweep stops in run %d of %d.", number, len(runs))

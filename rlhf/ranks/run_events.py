@@ -72,11 +72,20 @@ def record_event(run_dir: Path, kind: Kind, **facts: Any) -> None:
     try:
         fd = open_to_append(run_dir / EVENTS)
         try:
+            if _is_torn(run_dir / EVENTS):  # or this line would be lost, too
+                line = f"\n{line}"
             os.write(fd, line.encode())
         finally:
             os.close(fd)
     except OSError as error:
         log.warning("The event %r is not recorded in %s: %s", kind, EVENTS, error)
+
+
+def _is_torn(path: Path) -> bool:
+    """Return whether the last line has no end, because the disk was full."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        return file.read() not in (b"", b"\n")
 
 
 def read_events(run_dir: Path) -> list[RunEvent]:

@@ -107,6 +107,8 @@ def _read_state(run_dir: Path) -> LiveState:
     record: Record = {}
     for each in records:
         record |= each
+    if wrong := [name for name, value in record.items() if not isinstance(value, int | float)]:
+        raise TypeError(f"{wrong[0]} is no number")
     restarts = sum(event.kind == "crashed" for event in events)
     now = time.time()
     checkpoint = next((path for path in scan(run_dir) if (path / MANIFEST).is_file()), None)

@@ -115,6 +115,9 @@ def test_a_folder_without_run_or_a_repeated_run_is_an_error(tmp_path, capsys):
     (run / "metrics.jsonl").write_text("{\n")
     assert main([str(run)]) == EXIT_USER_ERROR
     says(capsys.readouterr().err, "metrics.jsonl", "damaged", "Remove the line")
+    (run / "metrics.jsonl").write_text('{"step": 2, "reward/mean": "x"}\n')
+    assert main([str(run)]) == EXIT_USER_ERROR
+    says(capsys.readouterr().err, "metrics.jsonl", "damaged", "reward/mean")
 
 
 def test_states_of_runs_without_a_process(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 from rlhf.config import AlertsConfig
 from rlhf.errors import UserError
 from rlhf.ranks.run_events import RunEvent, read_events, record_event
+from rlhf.storage.layout import EVENTS
 from rlhf.tracking.alerts import alert_delivery, alert_ledger, check_alerts
 from rlhf.tracking.alerts.alert import Alert, alerts_of_events
 from rlhf.tracking.alerts.alert_delivery import post, run_command
@@ -156,6 +157,16 @@ def write_steps(run_dir: Path, rewards: list[float], first: int = 1, **more: flo
 
 def watcher_of(run_dir: Path, starts: int = 0, **settings: object) -> AlertWatcher:
     return AlertWatcher(run_dir, "rlhf/a", AlertsConfig(command=listener(run_dir), **settings), starts)
+
+
+def test_a_line_torn_by_a_full_disk_does_not_take_the_next_event_with_it(tmp_path: Path):
+    record_event(tmp_path, "started")
+    with (tmp_path / EVENTS).open("ab") as file:
+        file.write(b'{"time": 1.0, "ev')
+    record_event(tmp_path, "failed", cause="full")
+    record_event(tmp_path, "started")
+    assert [each.kind for each in read_events(tmp_path)] == ["started", "failed", "started"]
+    assert len((tmp_path / EVENTS).read_bytes().splitlines()) == 4
 
 
 def test_the_previous_watcher_does_not_report_the_next_command_as_killed(tmp_path: Path):
