@@ -30,7 +30,9 @@ FORMS = (
     "Python code with assert, a list of such codes (MBPP's test_list), {inputs: [...], outputs: [...]} with an "
     "optional fn_name (APPS, TACO), a list of {input, output}, or one of these as JSON"
 )
-_FENCED = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_FENCED = re.compile(r"^([ \t]*)```[^\n`]*\n(.*?)(?:^\1 {0,3}```|(?<=\S)```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
+"""A block begins with a fence at the start of a line. It ends with a fence at the start of a line, which may be three
+spaces further right, or at the end of a line. Other backticks are parts of the program or of prose."""
 _LONGEST_OUTPUT = 10 << 20
 _PASSED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 """Environment variables of this process that programs get."""
@@ -116,7 +118,10 @@ def _lines(given: Any) -> str:
 def program_of(response: str) -> str:
     """Return the last fenced block of code in a response, or the whole response if it has none."""
     blocks = _FENCED.findall(response)
-    return str(blocks[-1]) if blocks else response
+    if not blocks:
+        return response
+    indent, program = blocks[-1]
+    return re.sub(f"^{indent}", "", program, flags=re.MULTILINE)
 
 
 def code_tests(item: RewardItem, seconds: float) -> Score:

@@ -1,5 +1,6 @@
 """Judges in one line whether a run learned, is stuck or is unstable, and names the figures."""
 
+import itertools
 import math
 import statistics
 from array import array
@@ -120,7 +121,8 @@ def _judge(report: Mapping[str, Any], rewards: Sequence[float]) -> RunVerdict:
     text = f"Mean reward {first.mean:.3f} in the first {size} steps, {last.mean:.3f} in the last {size}."
     evaluated, gain = _evaluated(report)
     figures = f"{text} {evaluated}".strip()
-    if _exceeds(best, last) and best.mean - last.mean > 0.5 * max(best.mean - first.mean, 0.0):
+    fall = best.mean - last.mean
+    if _exceeds(best, last) and fall > max(0.5 * (best.mean - first.mean), _chance(rewards, size, len(starts))):
         text = f"The reward fell from its best mean of {best.mean:.3f}. {figures}"
         return RunVerdict("unstable", text, "the reward fell")
     rose = _exceeds(last, first)
@@ -132,6 +134,17 @@ def _judge(report: Mapping[str, Any], rewards: Sequence[float]) -> RunVerdict:
     if rose or (gain is not None and clear):
         return RunVerdict("learned", figures)
     return RunVerdict("stuck", f"The reward did not rise beyond its noise. {figures}", "the reward did not rise")
+
+
+def _chance(rewards: Sequence[float], size: int, windows: int) -> float:
+    """Return a fall from the best of `windows` means of `size` steps that chance alone rarely exceeds.
+
+    The best of many equal means is far above the last one. The noise of a step is estimated from consecutive steps, so
+    that a slow change does not count as noise.
+    """
+    squares = [(later - earlier) ** 2 for earlier, later in itertools.pairwise(rewards)]
+    noise = math.sqrt(statistics.fmean(squares) / 2)
+    return (CLEAR * math.sqrt(2) + math.sqrt(2 * math.log(windows))) * noise / math.sqrt(size)
 
 
 def _exceeds(higher: Window, lower: Window) -> bool:

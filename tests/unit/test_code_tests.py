@@ -57,6 +57,24 @@ def test_the_last_block_is_the_program_and_a_text_without_a_block_is_one_too():
     assert program_of("```\nfirst\n```\nBetter:\n```python\nlast\n```\n") == "last\n"
     assert program_of("```python\ncut off") == "cut off"
     assert program_of("x = 1") == "x = 1"
+    assert program_of("```python\nx = 1```\nDone.") == "x = 1"
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        (
+            '```python\ndef f():\n    """\n    ```\n    f()\n    ```\n    """\n```',
+            'def f():\n    """\n    ```\n    f()\n    ```\n    """\n',
+        ),
+        ("```python\nF = '```'\nx = 1\n```\n", "F = '```'\nx = 1\n"),
+        ("Use ```add``` here:\n```python\nx = 1\n```", "x = 1\n"),
+        ("1. First\n   ```python\n   def f():\n       return 1\n   ```\n", "def f():\n    return 1\n"),
+    ],
+    ids=["a docstring", "a text", "prose", "a list"],
+)
+def test_backticks_within_lines_and_indented_blocks_are_no_fences(response, program):
+    assert program_of(response) == program
 
 
 def test_the_share_of_passed_tests_is_a_metric():

@@ -32,7 +32,8 @@ PHASES = {
     "testing": "evaluation",
     "save_checkpoint": "waiting for a save",
 }
-"""Names that users see for the metrics `timing_s/NAME`. All but the last two are parts of `timing_s/step`."""
+"""Names that users see for the metrics `timing_s/NAME`. All but the last two are parts of `timing_s/step`;
+the weight sync before an evaluation is also a part of `testing`."""
 _OUTSIDE = ("testing", "save_checkpoint")
 _CHECK_EVERY = 500
 
