@@ -23,12 +23,13 @@ class UserError(Exception):
 class RunEnded(Exception):
     """A run that was started from Python ended early, for the reason in its log.
 
-    `exit_code` is `EXIT_REQUEUE` after a request to stop, or if a remote copy is missing: call again to continue.
+    `exit_code` is `EXIT_REQUEUE` after a request to stop, or if a remote copy is missing: call again to continue, with
+    these `changes` of the settings.
     It is `EXIT_CRASHED` or `EXIT_USER_ERROR` if something must be fixed first.
     """
 
-    def __init__(self, exit_code: int, run_dir: Path) -> None:
-        then = "The same call continues the run." if exit_code == EXIT_REQUEUE else "See its log."
+    def __init__(self, exit_code: int, run_dir: Path, changes: str = "") -> None:
+        then = f"The same call{changes} continues the run." if exit_code == EXIT_REQUEUE else "See its log."
         super().__init__(f"The run in {run_dir} ended with exit code {exit_code}. {then}")
         self.exit_code = exit_code
 

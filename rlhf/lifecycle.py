@@ -88,7 +88,7 @@ def run_lifecycle(
             left = _finish(config, output, finished)
     from rlhf.checkpoint.remote.copies import check_copied
 
-    check_copied(left, config.run_dir, config.checkpoint)
+    check_copied(left, config.run_dir, config.trainer, config.checkpoint)
     return EXIT_DONE
 
 

@@ -35,6 +35,7 @@ from rlhf.ranks.gloo import GlooTransport
 from rlhf.ranks.launch_messages import EVALUATE
 from rlhf.ranks.lock import lock_as_rank
 from rlhf.ranks.logs import configure_logging, write_whole_lines
+from rlhf.ranks.next_start import changes_to_continue
 from rlhf.ranks.progress_pipe import ProgressDisplay, ProgressPipe
 from rlhf.ranks.status import STACKS_SIGNAL, StatusWriter, clear_statuses
 from rlhf.ranks.watchdog_process import node_watchdog
@@ -72,7 +73,7 @@ def run(
         train(components)
         outcome = "finished"
         announce("end.before")  # not in `finally`: after a crash the status file must keep the event before the crash
-        check_copied(components.checkpointer.not_copied, config.run_dir, config.checkpoint)
+        check_copied(components.checkpointer.not_copied, config.run_dir, config.trainer, config.checkpoint)
     except (Preempted, Unsaved):
         outcome = "stopped" if outcome == "failed" else outcome
         raise
@@ -89,6 +90,8 @@ class _Evidence:
 
     def __init__(self) -> None:
         self.status: StatusWriter | None = None
+        self.changes = ""
+        """The result of `changes_to_continue`, once the configuration is known."""
 
     def begin(self, run_dir: Path) -> StatusWriter:
         """Create the status file, once the run directory belongs to this launch."""
@@ -122,6 +125,7 @@ def main(run_dir: Path, *, evaluates: bool = False) -> int:
         shown.phase(rank(), 0, "starting the ranks", 0, 0)
         status = evidence.begin(run_dir)
         config = from_yaml((run_dir / RESOLVED).read_text())
+        evidence.changes = changes_to_continue(config.trainer)
         lock_as_rank(run_dir)
         device = _join(config)
         (evaluate if evaluates else run)(config, device, _coordinator(config), status, shown)
@@ -144,6 +148,7 @@ def main_under_torchrun(config: Config, banner: str = "", *, evaluates: bool = F
 
     def work(evidence: _Evidence) -> None:
         faulthandler.register(STACKS_SIGNAL, all_threads=True)  # stacks go to stderr until `StatusWriter` begins
+        evidence.changes = changes_to_continue(config.trainer)
         device = _join(config)
         coordinator = _coordinator(config)
         # Every rank has composed a configuration. All ranks use the leader's.
@@ -198,7 +203,7 @@ def _guarded(work: Callable[[_Evidence], None]) -> int:
         return EXIT_USER_ERROR
     except Exception as error:
         if is_unfixable(error):
-            evidence.end("user", f"{error}. Fix it and run the same command again.")
+            evidence.end("user", f"{error}. Fix it and run the same command{evidence.changes} again.")
             return EXIT_USER_ERROR
         evidence.crash(error)
         return EXIT_CRASHED

@@ -31,6 +31,7 @@ from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import Preempted, Unsaved, UserError
 from rlhf.events import announce
 from rlhf.ranks.coordinator import Coordinator
+from rlhf.ranks.next_start import changes_to_continue, next_start
 from rlhf.ranks.run_events import record_event
 from rlhf.ranks.transport import LostPeer
 from rlhf.storage.disk_errors import SaveFailed
@@ -279,13 +280,10 @@ class Checkpointer:
             self.finish(log_wait=False)
             self._drop_snapshots()
         except SaveFailed as error:
-            newest = next(iter(scan(self._run_dir)), None)
-            then = f"continues from {newest}" if newest else "starts the run again"
+            then = next_start(next(iter(scan(self._run_dir)), None), self._trainer)
             # Promise 18.
-            raise Unsaved(
-                f"Asked to stop: left without saving step {step}. {error} The same command {then}."
-            ) from error
-        raise Preempted(f"Asked to stop: saved step {step} and left. The same command continues from there.")
+            raise Unsaved(f"Asked to stop: left without saving step {step}. {error} {then}") from error
+        raise Preempted(f"Asked to stop: saved step {step} and left. {next_start('there', self._trainer)}")
 
     def finish(self, *, log_wait: bool = True) -> SaveResult | None:
         """Wait for the save in flight and for removals; return and raise the same as `save`."""
@@ -372,7 +370,8 @@ class Checkpointer:
                 log.error("%s Training goes on (checkpoint.on_save_error=continue).", error)
             return
         if error.unfixable:
-            raise UserError(f"{error} Fix it and run the same command again.") from error
+            changes = changes_to_continue(self._trainer)
+            raise UserError(f"{error} Fix it and run the same command{changes} again.") from error
         raise error
 
     def _pop_result(self) -> SaveResult | None:

@@ -11,6 +11,7 @@ from rlhf.config import TrainerConfig
 from rlhf.config.user_functions import load_function
 from rlhf.errors import UserError
 from rlhf.launch.stop_request import StopRequest
+from rlhf.ranks.next_start import changes_to_continue
 from rlhf.tracking.history_follower import HistoryFollower
 
 Callback = Callable[[int, Mapping[str, float]], object]
@@ -19,10 +20,11 @@ Callback = Callable[[int, Mapping[str, float]], object]
 
 def load_callbacks(trainer: TrainerConfig) -> list[Callback]:
     """Run the files of `trainer.callbacks`, and return their functions. Each raises its errors as UserError."""
-    return [_loaded(spec, trainer.callback_kwargs) for spec in trainer.callbacks]
+    changes = changes_to_continue(trainer)
+    return [_loaded(spec, trainer.callback_kwargs, changes) for spec in trainer.callbacks]
 
 
-def _loaded(spec: str, kwargs: Mapping[str, Any]) -> Callback:
+def _loaded(spec: str, kwargs: Mapping[str, Any], changes: str) -> Callback:
     function = load_function("trainer.callbacks", spec)
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -39,7 +41,7 @@ def _loaded(spec: str, kwargs: Mapping[str, Any]) -> Callback:
             lines = "".join(traceback.format_exception(type(error), error, theirs)).rstrip()
             raise UserError(
                 f"trainer.callbacks={spec} raised an error at step {step}, so the run saved and ended. The same "
-                f"command continues it.\n{lines}"
+                f"command{changes} continues it.\n{lines}"
             ) from error
         finally:
             os.fchdir(directory)  # undo a chdir: a restarted rank resolves relative paths of settings

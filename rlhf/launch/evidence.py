@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
 from rlhf.launch.interface import RankExit
+from rlhf.ranks.next_start import next_start
 from rlhf.ranks.status import RankError, RankStatus
-from rlhf.ranks.stop import RERUN_HINT
 
 _TRACEBACK_LINES = 15
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
@@ -152,10 +153,10 @@ def _place(status: RankStatus | None) -> str:
     return f"{step}, last event {status.event}"
 
 
-def describe_hang(hang: Hang, statuses: dict[int, RankStatus], checkpoint: Path | None) -> str:
+def describe_hang(hang: Hang, statuses: dict[int, RankStatus], checkpoint: Path | None, trainer: TrainerConfig) -> str:
     """Return a report of a hang: the rank to blame, the stacks, and where the next start continues."""
     what = f"rank {hang.rank}: {hang.what}, {_place(statuses.get(hang.rank))}"
-    return "\n".join([what, *_stacks(hang), f"  {next_start(checkpoint)}"])
+    return "\n".join([what, *_stacks(hang), f"  {next_start(checkpoint, trainer)}"])
 
 
 def report(
@@ -163,6 +164,7 @@ def report(
     nproc: int,
     statuses: dict[int, RankStatus],
     checkpoint: Path | None,
+    trainer: TrainerConfig,
     node_problems: Sequence[str] = (),
 ) -> str:
     """Return a report of a crash: all ranks, the end of the first traceback, and where the next start continues.
@@ -186,7 +188,7 @@ def report(
     if node_problems:
         lines.append("  Two crashes in a row have the same cause. Checks of this node found:")
         lines += [f"    {line}" for line in node_problems]
-    lines.append(f"  {next_start(checkpoint)}")
+    lines.append(f"  {next_start(checkpoint, trainer)}")
     return "\n".join(lines)
 
 
@@ -206,8 +208,3 @@ def _first_error(cause: int | None, statuses: dict[int, RankStatus]) -> tuple[in
         return None
     _, _, rank, error = min(errors, key=lambda entry: entry[:3])
     return rank, error
-
-
-def next_start(checkpoint: Path | None) -> str:
-    """Return a sentence on where the same command continues."""
-    return f"The same command continues from {checkpoint}." if checkpoint else RERUN_HINT

@@ -134,7 +134,8 @@ def watch(run_dir: Path, pids: Mapping[int, int], others: OtherNodes | None) -> 
     detector.start(pids)
     while alive := [rank for rank, pid in pids.items() if births[rank] and start_time_of(pid) == births[rank]]:
         if (hang := detector.look(ranks, alive)) is not None:
-            evidence = describe_hang(hang, ranks.statuses(), next(iter(scan(run_dir)), None))
+            checkpoint = next(iter(scan(run_dir)), None)
+            evidence = describe_hang(hang, ranks.statuses(), checkpoint, config.trainer)
             _log(
                 run_dir,
                 f"Hang: {evidence}\nThe watchdog kills this node's ranks. Their launcher restarts the run.",

@@ -27,6 +27,7 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.launch_messages import EVALUATE
 from rlhf.ranks.lock import wait_for_ranks
 from rlhf.ranks.logs import configure_logging
+from rlhf.ranks.next_start import changes_to_continue, next_start
 from rlhf.ranks.run_events import record_event
 from rlhf.ranks.status import RankStatus
 from rlhf.ranks.stop import IDLE
@@ -70,7 +71,8 @@ def supervise(
             if not is_unreadable(error):
                 raise
             where = error.filename or "A file"
-            log.error("%s: %s. Run the same command again. If it fails again, check the disk.", where, error.strerror)
+            again = f"the same command{changes_to_continue(config.trainer)} again"
+            log.error("%s: %s. Run %s. If it fails again, check the disk.", where, error.strerror, again)
             return EXIT_CRASHED
 
 
@@ -140,7 +142,7 @@ def run_attempts(
     while True:
         ranks = starter.start(command, stop)
         if ranks is None:
-            _log_idle(stop, run_dir)
+            _log_idle(stop, config)
             return EXIT_REQUEUE
         attempt = Attempt(ranks, t.ranks, stop, t.preempt_grace_s, detector, callbacks).run()
         statuses = ranks.statuses()
@@ -167,7 +169,7 @@ def run_attempts(
             return EXIT_CRASHED
         stop.wait(decision.wait_s)
         if stop.signal_name is not None:
-            _log_idle(stop, run_dir)
+            _log_idle(stop, config)
             return EXIT_REQUEUE
         wait_for_ranks(run_dir)
 
@@ -185,7 +187,7 @@ def _report_crash(
     or the run ends."""
     t, step = config.trainer, evidence.furthest_step(statuses)
     what = evidence.describe_crash(attempt, statuses)
-    how = evidence.report(attempt, t.ranks, statuses, checkpoint, problems)
+    how = evidence.report(attempt, t.ranks, statuses, checkpoint, t, problems)
     facts = {"step": step, "details": how, "hang": attempt.hang is not None}
     if isinstance(decision, GiveUp):
         starter.show_remaining_output(last=True)
@@ -200,9 +202,10 @@ def _report_crash(
     record_event(config.run_dir, "crashed", cause=what, **facts, **restart)
 
 
-def _log_idle(stop: StopRequest, run_dir: Path) -> None:
-    log.warning("%s %s %s", stop.signal_name, IDLE, evidence.next_start(next(iter(scan(run_dir)), None)))
-    record_event(run_dir, "stopped", cause=stop.signal_name)
+def _log_idle(stop: StopRequest, config: Config) -> None:
+    checkpoint = next(iter(scan(config.run_dir)), None)
+    log.warning("%s %s %s", stop.signal_name, IDLE, next_start(checkpoint, config.trainer))
+    record_event(config.run_dir, "stopped", cause=stop.signal_name)
 
 
 def _log_leaving(
@@ -218,15 +221,15 @@ def _log_leaving(
         log.error("%s", unsaved)
         return
     if all(end.code in (EXIT_REQUEUE, EXIT_DONE) for end in attempt.exits.values()) and len(attempt.exits) == t.ranks:
-        log.info("%s: the ranks saved and left. %s", reason, evidence.next_start(checkpoint))
+        log.info("%s: the ranks saved and left. %s", reason, next_start(checkpoint, t))
         return
     if attempt.idle:
-        log.warning("%s %s %s", stop.signal_name, IDLE, evidence.next_start(checkpoint))
+        log.warning("%s %s %s", stop.signal_name, IDLE, next_start(checkpoint, t))
         return
     if stop.kill:
         log.warning(
             "Second stop signal: the ranks were killed at once. Only the work since the last checkpoint is lost. %s",
-            evidence.next_start(checkpoint),
+            next_start(checkpoint, t),
         )
         return
     log.warning(
@@ -234,5 +237,5 @@ def _log_leaving(
         "Only the work since the last checkpoint is lost.\n%s",
         reason,
         t.preempt_grace_s,
-        evidence.report(attempt, t.ranks, statuses, checkpoint),
+        evidence.report(attempt, t.ranks, statuses, checkpoint, t),
     )

@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import UserError
 from rlhf.ranks.lock import RUN_LOCK, holder_is_alive, holder_is_paused
+from rlhf.ranks.next_start import changes_to_continue
 from rlhf.ranks.run_events import RunEvent, read_events
 from rlhf.ranks.status import STATUS_DIR, RankStatus, read_statuses
 from rlhf.storage.layout import EVENTS, HISTORY, MANIFEST, RESOLVED, RUN_LOG, scan, step_of
@@ -152,7 +154,12 @@ def _state(
     if alive is False:
         if last is None and not (run_dir / HISTORY).exists():
             return "not started", ""
-        return "crashed", "its command was killed, or the machine went down; the same command continues the run"
+        present = {
+            name: settings[key] for name in ("overwrite", "resume_mode") if (key := f"trainer.{name}") in settings
+        }
+        changes = changes_to_continue(TrainerConfig(**present))
+        killed = "its command was killed, or the machine went down"
+        return "crashed", f"{killed}; the same command{changes} continues the run"
     deadline_s = _deadline(settings, statuses, records)
     if alive and holder_is_paused(run_dir):
         return "hung", "its process is paused (Ctrl-Z or SIGSTOP); continue it with `fg` or SIGCONT"

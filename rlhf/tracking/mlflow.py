@@ -92,7 +92,7 @@ class Mlflow:
             self._given_up.set()
             last = self._run.last_step
             steps = "all steps" if last < 0 else f"the steps after {last}"
-            raise TimeoutError(f"the server lacks {steps}, and how the run ended; the same command sends them later")
+            raise TimeoutError(f"the server lacks {steps}, and how the run ended; the next resume sends them")
 
     def _work(self) -> None:
         delay = FIRST_RETRY_S

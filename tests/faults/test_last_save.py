@@ -111,6 +111,16 @@ def test_a_successful_save_at_a_stop_request_is_reported(config):
     assert published(config) == [1]
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_no_message_sends_a_user_to_a_command_that_deletes_the_run(config, way):
+    """It once said that the same command continues, but with trainer.overwrite=true this command empties the run."""
+    config.trainer.overwrite = True
+    for code in (errno.EIO, errno.ENOSPC):
+        saved = [1] if code == errno.EIO else []
+        for kind, message, _ in run_thread_ranks(2, end, config, way, code, saved):
+            assert kind is SaveFailed or "he same command without trainer.overwrite=true " in message
+
+
 @pytest.mark.parametrize("asked", [True, False], ids=["SIGTERM", "the last step"])
 def test_a_run_on_a_full_disk_is_not_done(tmp_path, asked):
     """The log reports no save that failed, and the exit code is neither 75 nor 0."""

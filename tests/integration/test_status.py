@@ -14,6 +14,7 @@ import pytest
 
 from rlhf.cli.status import main
 from rlhf.errors import EXIT_USER_ERROR
+from rlhf.storage.layout import RESOLVED
 from rlhf.tracking.live_state import read_state
 from rlhf.tracking.page.server import PageServer
 from rlhf.tracking.status_text import status_lines
@@ -122,7 +123,12 @@ def test_a_folder_without_run_or_a_repeated_run_is_an_error(tmp_path, capsys):
 
 def test_states_of_runs_without_a_process(tmp_path):
     assert read_state(run_folder(tmp_path / "new", 0)).state == "not started"
-    assert read_state(run_folder(tmp_path / "gone", 2)).state == "crashed"
+    gone = run_folder(tmp_path / "gone", 2)
+    assert read_state(gone).state == "crashed"
+    assert read_state(gone).reason.endswith("; the same command continues the run")
+    settings = (gone / RESOLVED).read_text()
+    (gone / RESOLVED).write_text(settings.replace("  overwrite: false\n", "  overwrite: true\n"))
+    assert read_state(gone).reason.endswith("; the same command without trainer.overwrite=true continues the run")
     for kind, state in (("stopped", "stopped"), ("failed", "crashed"), ("finished", "finished")):
         events = [{"time": 1.0, "event": "started"}, {"time": 2.0, "event": kind, "cause": "why"}]
         found = read_state(run_folder(tmp_path / kind, 2, events=events))

@@ -54,6 +54,8 @@ def test_crashes_kills_and_the_end_are_alerts_from_the_first_start_with_alerts_o
     # A kill that the process itself notices gives the same alert as one that the next start finds.
     assert of(before + life[:3], ended=True) == found[:2]
     assert of(before + life[:5], ended=True) == found[:2]
+    (_, killed, _) = alerts_of_events(life, 9, changes=" without trainer.overwrite=true")
+    assert killed.text.endswith(". The same command without trainer.overwrite=true continues the run.")
 
 
 def test_only_one_of_several_processes_sends_the_same_alert(tmp_path: Path):

@@ -69,6 +69,10 @@ def test_each_callback_gets_the_arguments_that_it_accepts(file):
 def test_an_error_names_the_callback_and_its_line(file):
     (function,) = load_callbacks(config_of(f"{file}:breaks").trainer)
     says(user_error(function, 7, {}), f"trainer.callbacks={file}:breaks", "step 7", "watch.py", "ValueError: enough")
+    config = config_of(f"{file}:breaks")
+    config.trainer.overwrite = True
+    (function,) = load_callbacks(config.trainer)
+    says(user_error(function, 7, {}), "The same command without trainer.overwrite=true continues it.")
 
 
 def test_a_callback_that_calls_exit_is_an_error_and_not_the_end_of_the_command(file):

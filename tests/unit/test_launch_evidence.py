@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.launch.evidence import (
     AttemptResult,
     Ending,
@@ -68,26 +69,29 @@ def test_the_crash_report_shows_exits_steps_events_and_errors():
         0: RankStatus(7, "rollout.after", 2.0, None),
         1: RankStatus(7, "commit.rename", 1.0, RankError("crash", "RuntimeError: boom", traceback)),
     }
-    text = report(attempt({1: 1, 0: KILLED}, first=(1,), killed=(0,)), 3, statuses, Path("/runs/global_step_5"))
+    ended, newest = attempt({1: 1, 0: KILLED}, first=(1,), killed=(0,)), Path("/runs/global_step_5")
+    text = report(ended, 3, statuses, newest, TrainerConfig())
     assert "rank 0: killed by the supervisor, at step 7, last event rollout.after\n" in text
     assert "rank 1: exit code 1, at step 7, last event commit.rename  (the first to fail)" in text
     assert "rank 2: survived SIGKILL" in text
     assert "rank 1's error: RuntimeError: boom" in text
     assert "line 39" in text
     assert "line 24" not in text
-    assert "continues from /runs/global_step_5" in text
+    assert "The same command continues from /runs/global_step_5." in text
+    text = report(ended, 3, statuses, newest, TrainerConfig(overwrite=True))
+    assert "The same command without trainer.overwrite=true continues from /runs/global_step_5." in text
     assert furthest_step(statuses) == 7
 
 
 def test_a_multi_line_message_is_reported_once_and_completely():
     message = "\n".join(["ValueError: no number", *(f"sample {n}" for n in range(30))])
     error = RankError("crash", message, f"Traceback:\n  frame\n{message}\n")
-    text = report(attempt({0: 1}, first=(0,)), 1, {0: RankStatus(7, "update", 1.0, error)}, None)
+    text = report(attempt({0: 1}, first=(0,)), 1, {0: RankStatus(7, "update", 1.0, error)}, None, TrainerConfig())
     assert "rank 0's error: ValueError: no number\n" in text
     assert "    frame\n" in text
     assert all(text.count(f"sample {n}\n") == 1 for n in range(30))
     untraced = RankStatus(7, "update", 1.0, RankError("crash", message, ""))
-    assert message in report(attempt({0: 1}, first=(0,)), 1, {0: untraced}, None)
+    assert message in report(attempt({0: 1}, first=(0,)), 1, {0: untraced}, None, TrainerConfig())
 
 
 def test_the_end_of_the_launcher_is_the_cause_unless_a_rank_failed_before():
@@ -95,10 +99,10 @@ def test_the_end_of_the_launcher_is_the_cause_unless_a_rank_failed_before():
     killed_rank = RankExit(KILLED, died_with="the launcher: SIGKILL")
     gone = AttemptResult({0: killed_rank, 1: killed_rank}, (), frozenset())
     assert describe_crash(gone, statuses).startswith("the launcher: SIGKILL, and its ranks")
-    assert "rank 1: died with the launcher: SIGKILL" in report(gone, 2, statuses, None)
+    assert "rank 1: died with the launcher: SIGKILL" in report(gone, 2, statuses, None, TrainerConfig())
     late = AttemptResult({1: RankExit(3), 0: killed_rank}, (1,), frozenset())
     assert describe_crash(late, statuses) == "rank 1: exit code 3, at step 7, last event update.mid"
-    assert "rank 0: died with the launcher" in report(late, 2, statuses, None)
+    assert "rank 0: died with the launcher" in report(late, 2, statuses, None, TrainerConfig())
 
 
 def test_exit_codes_and_signals_are_described_in_words():
@@ -118,4 +122,6 @@ def test_causes_are_equal_whatever_the_rank_the_step_and_the_numbers():
     assert len({cause(0, KILLED), cause(0, 1), cause(0, 1, "OSError: a"), cause(0, 1, "OSError: b")}) == 4
     hung = AttemptResult({0: RankExit(KILLED)}, (), frozenset({0}), Hang(0, "no progress", {}, []))
     assert cause_of(hung, {0: RankStatus(3, "update", 1.0, None)}) == "hang after update"
-    assert "Checks of this node found:\n    error: disk: full" in report(hung, 1, {}, None, ["error: disk: full"])
+    assert "Checks of this node found:\n    error: disk: full" in report(
+        hung, 1, {}, None, TrainerConfig(), ["error: disk: full"]
+    )

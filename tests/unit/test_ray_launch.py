@@ -181,9 +181,9 @@ def test_the_message_of_a_mistake_is_what_the_rank_wrote_last(capfd):
     made = ranks(program, LEAVES.format(1))
     made[1].process.wait()
     codes = {0: made[0].process.wait(), 1: 1}
-    assert node._message(EXIT_USER_ERROR, codes, made, {}) == "data=x\nSet data."
+    assert node._message(EXIT_USER_ERROR, codes, made, {}, "") == "data=x\nSet data."
     assert "rank 0: error: data=x" in capfd.readouterr().err
-    says(node._message(EXIT_CRASHED, {1: -9}, made, {}), "rank 1 died with SIGKILL")
+    says(node._message(EXIT_CRASHED, {1: -9}, made, {}, ""), "rank 1 died with SIGKILL")
 
 
 def test_a_killed_rank_is_found_while_its_peers_run():
@@ -212,7 +212,7 @@ def test_a_rank_has_the_commands_environment_but_rays_devices(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # Ray sets it for one worker, not for two ranks
     given = {"HF_HOME": "/models", "CUDA_VISIBLE_DEVICES": "0", "PATH": os.environ["PATH"]}
-    job = node.NodeJob("", (), 2, Path("run"), Path(), given, 1.0, lambda: False)
+    job = node.NodeJob("", (), 2, Path("run"), Path(), given, 1.0, "", lambda: False)
     found = node._variables(job, 3, 4, ("10.0.0.1", 29500))
     assert (found["HF_HOME"], found["CUDA_VISIBLE_DEVICES"]) == ("/models", "4,5")
     assert "OMP_NUM_THREADS" not in found

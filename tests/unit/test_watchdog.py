@@ -284,7 +284,7 @@ def test_evidence_of_a_hang():
     assert classify(attempt, nproc=2, stop_requested=False) is Ending.CRASH
     assert first_cause(attempt, {}) == 1
     assert "hung, no progress for 12 s after rollout.before" in describe_rank(1, attempt, {})
-    text = report(attempt, 2, {}, None)
+    text = report(attempt, 2, {}, None, TrainerConfig())
     assert text.index("rank 1 hangs here:\n    in solve") < text.index("rank 0 is here:\n    in gather")
     stuck = AttemptResult({0: RankExit(-9)}, (0,), frozenset({0, 1}), hang)
     assert "survived SIGKILL" in describe_rank(1, stuck, {})

@@ -32,6 +32,7 @@ from rlhf.config.schema.checkpoint import CheckpointConfig
 from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import Unsaved, UserError
 from rlhf.events import announce
+from rlhf.ranks.next_start import changes_to_continue
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.files import remove_dir
 from rlhf.storage.hashing import BlockHashes
@@ -307,12 +308,12 @@ def copy_pending(run_dir: Path, trainer: TrainerConfig, settings: CheckpointConf
     return copies.finish(settings.timeout_s)
 
 
-def check_copied(left: list[int], run_dir: Path, settings: CheckpointConfig) -> None:
+def check_copied(left: list[int], run_dir: Path, trainer: TrainerConfig, settings: CheckpointConfig) -> None:
     if left:
         names = ", ".join(step_dir(Path(), step).name for step in left)
         raise Unsaved(
             f"The training is finished and saved in {run_dir}, but checkpoint.remote={settings.remote} lacks {names}. "
-            "Run the same command again to copy the rest."
+            f"Run the same command{changes_to_continue(trainer)} again to copy the rest."
         )
 
 

@@ -20,6 +20,7 @@ from rlhf.launch.ray.node import NodeJob, run_node
 from rlhf.launch.stop_request import StopRequest
 from rlhf.planning.device_defaults import server_gpus
 from rlhf.ranks.logs import configure_logging
+from rlhf.ranks.next_start import changes_to_continue
 from rlhf.ranks.parent import LAUNCH
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def run_on_ray(config: Config, recipes: Sequence[str]) -> int:
             fit = _Fit(_trainer(config, recipes, requests, files))
             fit.start()
             _wait(fit, stop, requests)
-            return EXIT_REQUEUE if stop.kill else _code(fit.error)
+            return EXIT_REQUEUE if stop.kill else _code(fit.error, changes_to_continue(config.trainer))
     finally:
         ray.shutdown()
 
@@ -109,6 +110,7 @@ def _trainer(config: Config, recipes: Sequence[str], requests: Any, folder: str)
         folder=Path.cwd(),
         environment={**os.environ, LAUNCH: launch, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")},
         grace_s=t.preempt_grace_s,
+        changes=changes_to_continue(config.trainer),
         stop_requested=lambda: bool(ray.get(requests.requested.remote())),
     )
 
@@ -147,8 +149,11 @@ def _wait(fit: _Fit, stop: StopRequest, requests: Any) -> None:
         fit.join(0.2)
 
 
-def _code(error: BaseException | None) -> int:
-    """Return the exit code of a run that ended with this error of Ray. Raise UserError for a user's mistake."""
+def _code(error: BaseException | None, changes: str) -> int:
+    """Return the exit code of a run that ended with this error of Ray. Raise UserError for a user's mistake.
+
+    `changes`: the result of `changes_to_continue`.
+    """
     from ray.train import ControllerError, TrainingFailedError
 
     if error is None:
@@ -161,5 +166,5 @@ def _code(error: BaseException | None) -> int:
         return end.code
     if not isinstance(error, TrainingFailedError):
         raise error
-    log.error("Ray could not run the job: %s. The same command continues the run.", end)
+    log.error("Ray could not run the job: %s. The same command%s continues the run.", end, changes)
     return EXIT_CRASHED

@@ -49,6 +49,8 @@ class NodeJob:
     """The driver's environment. The ranks inherit it, as under srun."""
     grace_s: float
     """Seconds between a request to stop and SIGKILL."""
+    changes: str
+    """The result of `changes_to_continue`."""
     stop_requested: Callable[[], bool]
     """Asks whether the driver was asked to stop."""
 
@@ -137,7 +139,9 @@ def run_node(job: NodeJob) -> None:
     code = code_of(codes.values(), job.nproc, stopped=notices.leaves or notices.stops)
     if code != EXIT_DONE:
         statuses = {rank: status for rank, status in read_statuses(job.run_dir).items() if rank in ranks}
-        raise RanksEnded(code, furthest_step(statuses), notices.leaves, _message(code, codes, ranks, statuses))
+        raise RanksEnded(
+            code, furthest_step(statuses), notices.leaves, _message(code, codes, ranks, statuses, job.changes)
+        )
 
 
 def _variables(job: NodeJob, rank: int, world_size: int, address: tuple[str, int]) -> dict[str, str]:
@@ -209,7 +213,11 @@ def _signal(ranks: Mapping[int, RankProcess], number: signal.Signals) -> None:
 
 
 def _message(
-    code: int, codes: Mapping[int, int], ranks: Mapping[int, RankProcess], statuses: Mapping[int, RankStatus]
+    code: int,
+    codes: Mapping[int, int],
+    ranks: Mapping[int, RankProcess],
+    statuses: Mapping[int, RankStatus],
+    changes: str,
 ) -> str:
     """Return the message of the rank whose exit code decided, or how the ranks of this machine ended."""
     for rank in codes:
@@ -222,6 +230,6 @@ def _message(
             if status is not None and status.error is not None and status.error.kind == _KINDS[code]:
                 return status.error.message
     if code == EXIT_REQUEUE:
-        return "The ranks were asked to stop. The same command continues the run."
+        return f"The ranks were asked to stop. The same command{changes} continues the run."
     ended = [in_words(rank, end) for rank, end in codes.items() if end != EXIT_DONE]
     return f"{', '.join(ended) or 'the ranks were killed'} on {socket.gethostname()}; see the messages above"

@@ -18,12 +18,15 @@ class Alert:
     step: int | None
 
 
-def alerts_of_events(events: Sequence[RunEvent], last_step: int, *, ended: bool = False) -> Iterator[Alert]:
+def alerts_of_events(
+    events: Sequence[RunEvent], last_step: int, *, ended: bool = False, changes: str = ""
+) -> Iterator[Alert]:
     """Yield an alert for each crash, failure and kill since alerts were enabled, and for the end of a finished run.
 
     Args:
         last_step: the newest recorded step.
         ended: whether the command has ended. An end without an event counts as a kill.
+        changes: the result of `changes_to_continue`.
     """
     starts = (i for i, event in enumerate(events) if event.kind == "started" and event.facts.get("alerts"))
     first = next(starts, len(events))
@@ -31,7 +34,7 @@ def alerts_of_events(events: Sequence[RunEvent], last_step: int, *, ended: bool 
         if event.kind in ("crashed", "failed"):
             yield Alert("crashed", f"{event.cause} ({event.kind}, step {event.step})", _crash(event), event.step)
         elif event.kind == KILLED:
-            text = f"{event.cause.partition(';')[0]}. The same command continues the run."
+            text = f"{event.cause.partition(';')[0]}. The same command{changes} continues the run."
             yield Alert("crashed", f"killed after {event.time}", text, last_step)
         elif event.kind == "finished":
             yield Alert("finished", f"step {last_step}", f"The run is finished at step {last_step}.", last_step)

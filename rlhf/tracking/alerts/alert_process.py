@@ -17,6 +17,7 @@ from pathlib import Path
 from rlhf.config import AlertsConfig
 from rlhf.config.resolved import load
 from rlhf.errors import UserError
+from rlhf.ranks.next_start import changes_to_continue
 from rlhf.ranks.run_events import RunEvent, read_events
 from rlhf.ranks.stop import STOP_SIGNALS
 from rlhf.storage.layout import EVENTS, HISTORY, RESOLVED
@@ -36,8 +37,8 @@ JUDGE_STEPS, JUDGE_SHARE = 10, 0.05
 class AlertWatcher:
     """Finds the alerts that are due, and sends each once."""
 
-    def __init__(self, run_dir: Path, name: str, config: AlertsConfig, starts: int = 0) -> None:
-        self._run_dir, self._name, self._config = run_dir, name, config
+    def __init__(self, run_dir: Path, name: str, config: AlertsConfig, starts: int = 0, changes: str = "") -> None:
+        self._run_dir, self._name, self._config, self._changes = run_dir, name, config, changes
         self._ledger, self._follower = AlertLedger(run_dir), HistoryFollower(run_dir / HISTORY)
         self._judge_at, self._last_step = config.first_step, 0
         self._events_seen: tuple[int, int] | None = None
@@ -53,7 +54,7 @@ class AlertWatcher:
             events = self._own_events()
         # A finished run is judged however short it is, as in its report.
         self._judge(new, finished=bool(events) and events[-1].kind == "finished")
-        for alert in alerts_of_events(events, self._newest_step(), ended=ended):
+        for alert in alerts_of_events(events, self._newest_step(), ended=ended, changes=self._changes):
             self._send(alert)
 
     def _own_events(self) -> list[RunEvent]:
@@ -121,7 +122,8 @@ def main(run_dir: Path, starts: int) -> None:
     config, parent = load(run_dir / RESOLVED), os.getppid()
     alerts = config.tracking.alerts
     name = f"{config.trainer.project_name}/{config.trainer.experiment_name}"
-    watcher = AlertWatcher(run_dir, name, alerts, starts)
+    changes = changes_to_continue(config.trainer)
+    watcher = AlertWatcher(run_dir, name, alerts, starts, changes)
     while os.getppid() == parent and not select.select([sys.stdin], [], [], EVERY_S)[0]:
         try:
             watcher.look()
