@@ -73,17 +73,11 @@ def train(
     with restored_logging():
         code = start(config, library.recipes(overrides), callbacks)
     if code != EXIT_DONE:
-<<<<<<< HEAD
-        raise RunEnded(code, config.run_dir)
+        raise RunEnded(code, config.run_dir, changes_to_continue(config.trainer))
     from rlhf.tracking.report import summarize
 
     # Not from the file: on a full disk it is missing, or it is the report of an earlier and shorter run.
     return summarize(config.run_dir)
-=======
-        raise RunEnded(code, config.run_dir, changes_to_continue(config.trainer))
-    report: dict[str, Any] = json.loads((config.run_dir / "report" / "report.json").read_text())
-    return report
->>>>>>> 37e7a6a4 (No message sends a user to a command that deletes the run)
 
 
 def _check_arguments(overrides: object, reward: object, callbacks: object) -> None:

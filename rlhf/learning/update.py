@@ -78,9 +78,8 @@ def update(
 
     The loss of a mini-batch is aggregated over all ranks, so the split into micro-batches and ranks changes neither
     loss nor gradient (up to rounding). Without a token that counts, the gradient is 0 and the optimizer still steps, as
-    in verl and TRL: weights decay, and the schedule counts the step (`empty_mini_batches`). Without response tokens,
-    a step has only `empty_mini_batches`, `grad_norm` and `lr`. If `guards` reject a mini-batch, the update drops its
-    gradient and ends.
+    in verl and TRL: weights decay, and the schedule counts the step (`empty_mini_batches`). Such a step has no other
+    metrics but `grad_norm` and `lr`. If `guards` reject a mini-batch, the update drops its gradient and ends.
 
     Args:
         batch: this rank's samples.
