@@ -135,8 +135,12 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/v1/load_lora_adapter":
             self.send_error(405 if server.serves_adapters else 404)
             return
-        answers = {"/version": {"version": "0.32.0"}, "/weight_info": {"weight_version": server.label}, "/health": {}}
-        answers["/v1/models"] = {"data": [{"id": "policy", "max_model_len": 256}]}
+        answers: dict[str, dict[str, Any]] = {
+            "/version": {"version": "0.32.0"},
+            "/weight_info": {"weight_version": server.label},
+            "/health": {},
+            "/v1/models": {"data": [{"id": "policy", "max_model_len": 256}]},
+        }
         self.answer(json.dumps(answers[self.path]))
 
     def do_POST(self) -> None:

@@ -97,7 +97,7 @@ class ServerClient:
         models = _parsed(await self._call("GET", "/v1/models", self._short)).get("data")
         first = models[0] if isinstance(models, list) and models else None
         found = first.get("max_model_len") if isinstance(first, dict) else None
-        if not _is_int(found):
+        if not isinstance(found, int) or isinstance(found, bool):
             raise ServerFailure(f"/v1/models: max_model_len is missing: {_short(str(models))}")
         return found
 
