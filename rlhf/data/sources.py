@@ -107,7 +107,7 @@ def check_sources(data: DataConfig, reward: RewardConfig, seed: int, env: EnvCon
         for _ in islice(_read(data, reward, env, sources), max_samples) if local else ():
             if time.monotonic() > end:
                 break
-    if data.train_files is None and not firsts:
+    if data.train_files is None and data.val_files is None:
         return with_system_prompt(procedural.first_row(data, seed), data.system_prompt)
     return firsts[0] if firsts else None
 

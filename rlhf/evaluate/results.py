@@ -40,7 +40,18 @@ HARMLESS = ("data.train_", "data.shuffle", "data.gen_batch_size", "model.path", 
 
 
 def files_of(planned: PlannedEvaluation) -> dict[str, str]:
-    """Return the hashes of the local files on which the result depends, and the names of Hub models."""
+    """Return the hashes of the local files on which the result depends, and the names of Hub models. Raise UserError if
+    a file cannot be read."""
+    try:
+        return _files_of(planned)
+    except OSError as error:
+        raise UserError(
+            f"{planned.target.name}: {error.filename} cannot be read ({error.strerror}). Restore the file, or set "
+            "another one in the command."
+        ) from None
+
+
+def _files_of(planned: PlannedEvaluation) -> dict[str, str]:
     config, target = planned.config, planned.target
     hashes = {"target": target.fingerprint}
     hashes |= user_files(config.reward, config.algorithm, config.actor, config.model, config.env)

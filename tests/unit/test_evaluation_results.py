@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.config.library import Library
+from rlhf.data import check_sources
 from rlhf.evaluate.results import check_same, files_of, store_result, stored_result
 from rlhf.evaluate.target_settings import PlannedEvaluation, plan
 from rlhf.evaluate.targets import find_target
@@ -98,3 +99,15 @@ def test_a_file_that_changes_during_a_command_gives_no_result(folder):
 
 def test_an_evaluation_calls_no_callback_of_its_run(folder):
     assert planned("trainer.callbacks=[gone.py:f]", "trainer.callback_kwargs.a=1").config.trainer.callbacks == []
+
+
+def test_a_converter_of_rows_may_make_only_the_held_out_prompts(folder):
+    (folder / "rows.py").write_text("def f(row):\n    return row\n")
+    config = planned("data.custom_cls.path=rows.py", "data.custom_cls.name=f").config
+    assert config.data.custom_cls.spec == "rows.py:f"
+    assert check_sources(config.data, config.reward, 1) is None
+
+
+def test_a_file_that_is_gone_is_named():
+    each = planned("reward.functions=[gone.py:f]")
+    says(user_error(files_of, each), str(TINY_POLICY), "gone.py cannot be read", "Restore the file")

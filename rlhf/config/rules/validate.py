@@ -276,7 +276,7 @@ def _data(config: Config) -> Iterator[str]:
             f"data.custom_cls.path={custom.path} and data.custom_cls.name={custom.name}: set a Python file (.py), and "
             "the name of a function or class in it."
         )
-    if config.data.train_files is None:
+    if config.data.train_files is None and config.data.val_files is None:
         yield from without_effect(config, ["data.custom_cls.path", "data.last_turn_as_answer"], "data.train_files")
     if config.data.cache_dir == "":
         yield "data.cache_dir='': set a folder for tokenized prompts, or null for the default."
