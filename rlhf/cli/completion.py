@@ -79,7 +79,7 @@ OPTIONS = {
     "rlhf.checkpoint": ("--help",),
     "rlhf.compare": ("--help", "--json"),
     "rlhf.doctor": ("--config-dir", "--help", "--json"),
-    "rlhf.evaluate": ("--config-dir", "--help", "--json"),
+    "rlhf.evaluate": ("--config-dir", "--help", "--json", "--trust-settings"),
     "rlhf.launch.kubernetes": (
         *("--backoff-limit", "--claim", "--config-dir", "--cpus", "--env-from-secret", "--help", "--image"),
         *("--memory", "--name", "--namespace", "--shm-size"),

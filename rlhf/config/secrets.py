@@ -21,7 +21,8 @@ from rlhf.config.redaction import (
 
 T = TypeVar("T")
 _QUERY = re.compile(r"(\S+://\S+\?)(\S+)")
-_INTERPOLATION = re.compile(r"(?<!\\)\$\{")
+_INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
+"""An interpolation, after an even number of backslashes: an odd number makes the text a literal."""
 _LITERAL_QUERY = re.compile(r"([^?]*://[^?]*\?).*=[^&$]")
 _ASSIGNMENT = re.compile(r"-*([\w.-]+)\s*[:=]\s*(\S.*)", re.DOTALL)
 _OPTION = re.compile(r"-+([\w.-]+)")
@@ -95,6 +96,13 @@ def _item(raw: Any, key: Any) -> Any:
 
 def _is_interpolated(raw: Any) -> bool:
     return isinstance(raw, str) and _INTERPOLATION.search(raw) is not None
+
+
+def interpolates(value: Any) -> bool:
+    """Return whether a plain value has an interpolation, also inside mappings and lists."""
+    if isinstance(value, dict | list):
+        return any(map(interpolates, value.values() if isinstance(value, dict) else value))
+    return _is_interpolated(value)
 
 
 def _from_text(value: str, text: str, path: str, free: bool) -> str:

@@ -18,12 +18,13 @@ from rlhf.cli.arguments import check_options
 from rlhf.cli.command_parser import CommandParser
 from rlhf.config.library import Library
 from rlhf.errors import EXIT_DONE, UserError
+from rlhf.evaluate.consent import FLAG
 from rlhf.evaluate.results import check_same, files_of, store_result, stored_result, table
 from rlhf.evaluate.target_settings import plan
 from rlhf.evaluate.targets import find_target
 from rlhf.printable import printable_lines
 
-FLAGS = ("--json", "--help", "-h")
+FLAGS = ("--json", FLAG, "--help", "-h")
 WITH_VALUE = ("--config-dir",)
 TARGET_KEYS = ("model.path", "target", "targets", "trainer.resume_from_path")
 """Settings by which users may wrongly name a target (`model.path=TARGET`); the UserError shows the right command."""
@@ -47,7 +48,8 @@ def _run(words: Sequence[str]) -> int:
             f"{targets[1].name}: a command under torchrun evaluates one target. Run one command for each target. Then "
             "python -m rlhf.evaluate with all targets shows one table."
         )
-    planned = plan(targets, overrides, Library.find(arguments.config_dir))
+    library = Library.find(arguments.config_dir)
+    planned = plan(targets, overrides, library, trusts_settings=arguments.trust_settings)
     # Compare stored results before the first evaluation, to report changed settings at once. Under torchrun, other
     # nodes may lack the files, so do not compare there.
     stored = [None if is_rank() else stored_result(each) for each in planned]
@@ -88,7 +90,9 @@ def _show(results: Sequence[dict[str, Any]], *, as_json: bool) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(prog="python -m rlhf.evaluate", usage="%(prog)s TARGET ... [OVERRIDE ...] [--json]")
+    parser = CommandParser(
+        prog="python -m rlhf.evaluate", usage=f"%(prog)s TARGET ... [OVERRIDE ...] [--json] [{FLAG}]"
+    )
     parser.description = __doc__
     parser.add_argument(
         "targets",
@@ -99,6 +103,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="as for python -m rlhf.train")
     parser.add_argument("--json", action="store_true", help="print one JSON document with all metrics")
+    parser.add_argument(
+        FLAG,
+        action="store_true",
+        help="run code that the targets' stored settings name, and give it the rights that they name",
+    )
     return parser
 
 

@@ -1,9 +1,9 @@
 """Composes the configuration of each evaluation: the stored settings of a run, then the command line."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -14,6 +14,7 @@ from rlhf.config.library import Library
 from rlhf.config.overrides import hydra_value
 from rlhf.config.rules.validate import validate
 from rlhf.errors import UserError
+from rlhf.evaluate.consent import consent_needed, drop_training_code, take_settings_to_confirm, unconfirmed
 from rlhf.evaluate.targets import EvaluationTarget
 
 EVALUATIONS = "evaluations"
@@ -36,18 +37,41 @@ class PlannedEvaluation:
     """Whether to evaluate again and replace a stored result (`trainer.overwrite`)."""
 
 
-def plan(targets: Sequence[EvaluationTarget], overrides: Sequence[str], library: Library) -> list[PlannedEvaluation]:
+@dataclass(frozen=True)
+class StoredSettings:
+    """The settings of a run that may be the defaults of an evaluation."""
+
+    name: str
+    tree: DictConfig
+    to_confirm: Mapping[str, Any]
+    """Stored values that need the user's consent. In `tree` they are missing."""
+
+    @classmethod
+    def of(cls, target: EvaluationTarget, trusts_settings: bool) -> Self | None:
+        """Return the settings of the target's run; None without a run."""
+        if (tree := target.stored_settings()) is None:
+            return None
+        unused = _own_settings(target).keys()
+        to_confirm = {} if trusts_settings else take_settings_to_confirm(tree, unused)
+        drop_training_code(tree)
+        return cls(target.name, tree, to_confirm)
+
+
+def plan(
+    targets: Sequence[EvaluationTarget], overrides: Sequence[str], library: Library, *, trusts_settings: bool = False
+) -> list[PlannedEvaluation]:
     """Return the evaluation of each target. Raise UserError with the mistakes of all targets at once.
 
     A run's stored settings are the defaults of its checkpoints. The settings of the first run are also the defaults of
-    models, so that a base model is evaluated like the run that began with it.
+    models, so that a base model is evaluated like the run that began with it. `trusts_settings` is the user's consent
+    to stored settings that name code (`rlhf.evaluate.consent`).
     """
-    stored = [target.stored_settings() for target in targets]
-    first_run = next((tree for tree in stored if tree is not None), None)
+    stored = [StoredSettings.of(target, trusts_settings) for target in targets]
+    first_run = next((settings for settings in stored if settings is not None), None)
     planned, problems = [], []
     for target, own in zip(targets, stored, strict=True):
         try:
-            planned.append(_planned(target, first_run if own is None else own, list(overrides), library))
+            planned.append(_planned(target, own or first_run, list(overrides), library))
         except UserError as error:
             problems.append(str(error))
     if problems:
@@ -56,10 +80,12 @@ def plan(targets: Sequence[EvaluationTarget], overrides: Sequence[str], library:
 
 
 def _planned(
-    target: EvaluationTarget, stored: DictConfig | None, overrides: list[str], library: Library
+    target: EvaluationTarget, stored: StoredSettings | None, overrides: list[str], library: Library
 ) -> PlannedEvaluation:
-    composed = _composed(target, stored, overrides, library)
+    composed = _composed(target, None if stored is None else stored.tree, overrides, library)
     tree, typed = composed.tree, dict(composed.typed)
+    if stored is not None and (found := unconfirmed(tree, typed, stored.to_confirm)):
+        raise UserError(consent_needed(stored.name, found))
     own = _own_settings(target)
     for key in sorted(own.keys() & typed.keys() & NAMED_BY_TARGETS):
         raise UserError(
