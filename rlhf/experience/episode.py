@@ -187,7 +187,7 @@ class Episode:
     def _answer(self, turn: Turn, before: int, sampled: int) -> Call:
         """Return the call that answers the request of an agent. The text of invalid tool calls is kept."""
         self.invalid_calls += len(turn.invalid)
-        self.tool_calls += len(turn.calls)
+        self.tool_calls += len(turn.actions)
         message = turn.message()
         message["content"] = "\n".join(filter(None, [turn.text, *(call.text for call in turn.invalid)]))
         usage = {"prompt_tokens": len(self.prompt_ids) + before, "completion_tokens": sampled}

@@ -92,19 +92,20 @@ class Actor(Policy):
         log_probs, entropy = self.log_probs(micro, with_entropy=config.needs_entropy)
         old = micro.old_log_probs if micro.old_log_probs is not None else log_probs.detach()
         chosen = () if micro.chosen is None else (micro.chosen,)
-        losses, metrics = self._policy_loss(log_probs, old, micro.advantages, counted, config, *chosen)
+        losses, of_loss = self._policy_loss(log_probs, old, micro.advantages, counted, config, *chosen)
+        metrics: dict[str, Tensor] = {}
         weights: Tensor | None = None
         if (weighing := self._importance_weights(micro, old)) is not None:
             weights, truncated = weighing
             losses = losses * weights
             seen.append(weight_sums(weights, mask))
-            metrics = metrics | {"rollout/is_mean": weights, "rollout/is_truncated": truncated}
+            metrics |= {"rollout/is_mean": weights, "rollout/is_truncated": truncated}
         pg_loss = aggregate(losses)
         loss, terms = pg_loss, {"pg_loss": pg_loss}
         if config.kl_in_loss and micro.ref_log_probs is not None:
             terms["kl_loss"] = aggregate(self._kl_to_reference(log_probs, old, micro.ref_log_probs, weights))
             loss = loss + config.kl_loss_coef * terms["kl_loss"]
-        metrics = metrics | {"kl": kl_metric(old, log_probs)}
+        metrics |= {"kl": kl_metric(old, log_probs)}
         if entropy is not None:
             metrics["entropy"] = entropy
             if self.entropy_control.weight:
@@ -117,6 +118,9 @@ class Actor(Policy):
             "rollout/kl": kl_metric(micro.rollout_log_probs, old),
         }
         means = {name: token_mean(values) for name, values in metrics.items()}
+        # Rejected tokens have no part in the loss, so they have none in the loss's own metrics.
+        for name, values in of_loss.items():
+            means[name] = loss_sum(values.detach(), counted, "token-mean") / counts.counted
         largest = mismatch.max() if mismatch.numel() else mismatch.new_zeros(())
         return MicroBatchLoss(loss, terms, means, largest)
 

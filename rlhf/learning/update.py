@@ -27,10 +27,12 @@ B = TypeVar("B", bound=Batch)
 
 @dataclass(frozen=True)
 class Counts:
-    """Denominators of a mini-batch over all ranks: `loss` for the loss, `tokens` for means over response tokens."""
+    """Denominators of a mini-batch over all ranks: `loss` for the loss, `tokens` for means over response tokens,
+    `counted` for means over the tokens that the loss counts."""
 
     loss: float
     tokens: float
+    counted: float
 
 
 @dataclass(frozen=True)
@@ -150,9 +152,10 @@ def _accumulate(
     """Accumulate the gradient of one mini-batch. Return its metrics and its response tokens, both over all ranks."""
     own_rows = torch.tensor(list(chain.from_iterable(plan)), dtype=torch.int64)
     own_rows = own_rows.to(batch.input_ids.device, non_blocking=True)
-    own_counts = [loss_count(batch.counted[own_rows], passes.loss_agg_mode), batch.response_mask[own_rows].sum()]
-    counted, tokens = all_sum(torch.stack(own_counts).double()).tolist()
-    counts = Counts(max(counted, 1.0), max(tokens, 1.0))
+    own_counted, own_mask = batch.counted[own_rows], batch.response_mask[own_rows]
+    own_counts = [loss_count(own_counted, passes.loss_agg_mode), own_mask.sum(), own_counted.sum()]
+    counted, tokens, counted_tokens = all_sum(torch.stack(own_counts).double()).tolist()
+    counts = Counts(max(counted, 1.0), max(tokens, 1.0), max(counted_tokens, 1.0))
     terms: dict[str, Tensor] = {}
     means: dict[str, Tensor] = {}
     largest: list[Tensor] = []

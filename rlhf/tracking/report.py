@@ -74,13 +74,14 @@ def _summarize(records: Iterable[Record], checkpoint: Path | None) -> dict[str, 
         if ACCURACY.metric in last:
             evaluations = [*evaluations[:1], last]  # keep the first and the last
     evaluated = held_out if shown == REWARD else accuracy
+    trained = [value for step, value in zip(evaluated.steps, evaluated.values, strict=True) if step]
     return {
         "steps": last["step"],
         "first_step": max(1, first or 1),  # a fork begins after the steps of its source
         "headline": shown.metric,
         f"{shown.key}_before": evaluated.values[0] if 0 in evaluated.steps[:1] else None,
-        f"{shown.key}_after": evaluated.values[-1] if evaluated.values else None,
-        "best": max(evaluated.values, default=None),
+        f"{shown.key}_after": trained[-1] if trained else None,
+        "best": max(evaluated.values, default=None) if trained else None,
         "reward": reward.points(),
         "evaluations": evaluated.points(),
         "sources": _sources(evaluations),

@@ -217,7 +217,6 @@ def actor_tokens(
         for t in written(batch, s):
             log_prob = log_probs[t]
             loss = token_loss(log_prob, old[s][t], sequence, float(batch.advantages[s, t]), actor, (s, t) in chosen)
-            tokens.add(chosen=float((s, t) in chosen))
             if weighs:
                 counts = correction.rollout_is is not None or bool(batch.staleness[s, t])
                 weight, truncated = engine_weight(engine, t, correction) if counts else (1.0, False)
@@ -225,6 +224,7 @@ def actor_tokens(
                 loss = loss * weight
             tokens.add(entropy=entropies[t])
             if t in counted[s]:
+                tokens.add(chosen=float((s, t) in chosen))
                 to_ref = kl(log_prob - ref[s][t], actor.kl_loss_type)
                 if actor.use_bias_correction_kl:
                     # An older policy sampled the token; the paper uses k3.

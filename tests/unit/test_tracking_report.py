@@ -26,6 +26,15 @@ def report(run_dir: Path) -> dict:
     return json.loads((run_dir / "report" / "report.json").read_text())
 
 
+@pytest.mark.parametrize(("step", "words"), [(0, ["before"]), (2, ["after", "best"])])
+def test_one_evaluation_is_before_or_after_the_training(tmp_path: Path, step: int, words: list[str]) -> None:
+    history = History(tmp_path / "metrics.jsonl")
+    for each in range(3):
+        history.append({"step": each, "reward/mean": 0.5} | ({"val/accuracy": 0.25} if each == step else {}))
+    text = write_report(tmp_path)
+    assert [word for word in ("before", "after", "best") if f"25.0% {word}" in text] == words
+
+
 def test_the_report_of_a_complete_run(tmp_path: Path) -> None:
     history = History(tmp_path / "metrics.jsonl")
     history.append({"step": 0, "val/accuracy": 0.4})
@@ -214,7 +223,8 @@ def test_a_history_that_starts_later_has_no_result_before_training(tmp_path: Pat
 
 
 def test_the_report_of_a_long_run_is_no_longer(tmp_path: Path) -> None:
-    lines = (json.dumps({"step": step, "reward/mean": step / 2, "x": "y" * 80}) + "\n" for step in range(1, 50_001))
+    others = {f"metric_{number}": number / 7 for number in range(4)}
+    lines = (json.dumps({"step": step, "reward/mean": step / 2} | others) + "\n" for step in range(1, 50_001))
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     tracemalloc.start()
     summarize(tmp_path)
