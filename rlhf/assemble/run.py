@@ -133,6 +133,11 @@ def _inputs(setup: Setup, scratch: Path) -> RunInputs:
         held_out=val_set,
         quiet=not coordinator.is_leader,
     )
+    if coordinator.is_leader and trainer.save_freq == 0:
+        log.warning(
+            "trainer.save_freq=0: no checkpoint is saved, so the trained model is lost at the end, and a restart after "
+            "a crash begins at step 0. Set trainer.save_freq=N, which also saves the last step."
+        )
     if coordinator.is_leader and len(train_set) < data.train_batch_size:
         log.warning(
             "There are %d training prompts, fewer than data.train_batch_size=%d: each step has some prompts several "

@@ -154,7 +154,10 @@ def _ground_truth(record: Mapping[str, Any], where: str, data: DataConfig, need_
     if data.last_turn_as_answer:
         return record[answer_key]
     nested = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
-    for answer in (nested, record.get(answer_key)):
+    answers = [nested, record.get(answer_key)]
+    if answer_key != DataConfig.answer_key:  # the user's choice comes before verl's layout
+        answers.reverse()
+    for answer in answers:
         # Published test splits have blank answers, which an empty response would equal.
         if not (_is_null(answer) or (need_answer and _is_blank(answer))):
             return answer

@@ -206,6 +206,14 @@ def test_corrupt_jsonl_names_the_line(tmp_path, tokenizer):
     fails(config_of(f"{tmp_path}/latin.jsonl"), tokenizer, "latin.jsonl line 2 is not UTF-8", "iconv -f latin1")
 
 
+def test_a_chosen_answer_column_comes_before_verls(tmp_path, tokenizer):
+    row = {"prompt": "1", "reward_model": {"ground_truth": "verl"}, "answer": "default", "label": "chosen"}
+    for key, truth in (("answer", "verl"), ("label", "chosen"), ("absent", "verl")):
+        path = jsonl(tmp_path / f"{key}.jsonl", row)
+        prompts = build_train_set(*sections(config_of(path, answer_key=key)), tokenizer)
+        assert prompts[0].ground_truth == truth
+
+
 def test_missing_columns(tmp_path, tokenizer):
     for write, name in ((jsonl, "q.jsonl"), (parquet, "q.parquet")):
         path = write(tmp_path / name, {"promt": "1", "answer": "2", "id": 3})

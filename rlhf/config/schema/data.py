@@ -41,7 +41,8 @@ class DataConfig:
     prompt_key: str = setting("prompt")
     """Column with the prompt: a chat list of {role, content}, or a plain string."""
     answer_key: str = setting("answer")
-    """Column with the reference answer, for datasets without verl's `reward_model.ground_truth`."""
+    """Column with the reference answer. verl's `reward_model.ground_truth` comes before the default, `answer`, and
+    after any other column."""
     last_turn_as_answer: bool = setting(False)
     """Use the last turn of each prompt, an assistant turn, as the reference answer."""
     custom_cls: CustomClsConfig = setting(CustomClsConfig)
