@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 PAGE = (ROOT / "docs" / "environments.md").read_text()
 BLOCKS = re.findall(r"<!-- (file|command): ([^\n]*?) -->\n```\w*\n(.*?)```\n", PAGE, flags=re.DOTALL)
 FILES = {name: text for kind, name, text in BLOCKS if kind == "file"}
-COMMAND, AGENT_COMMAND = [shlex.split(text.replace("\\\n", ""))[3:] for kind, _, text in BLOCKS if kind == "command"]
+COMMAND, AGENT_COMMAND, LIBRARY_COMMAND = [shlex.split(text.replace("\\\n", ""))[3:] for kind, _, text in BLOCKS if kind == "command"]
 QUIET = ("trainer.device=cpu", "trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.log_rollouts=-1")
 
 
@@ -44,8 +44,14 @@ def samples(run_dir: Path, step: int) -> list[dict]:
 
 
 def test_this_file_runs_every_block_of_the_page():
-    assert FILES.keys() == {"shop.py", "shop.jsonl", "echo.py", "guess_agent.py"}
-    assert PAGE.count("```") == 2 * (len(FILES) + 2)
+    assert FILES.keys() == {"shop.py", "shop.jsonl", "echo.py", "guess_agent.py", "tasks.jsonl"}
+    assert PAGE.count("```") == 2 * (len(FILES) + 3)
+
+
+def test_an_environment_of_another_library_trains(folder):
+    run_dir = run(folder, "skyrl", command=LIBRARY_COMMAND)
+    assert [record["env/failed"] for record in records(run_dir) if record["step"]] == [0, 0]
+    assert all("#### ANSWER" in sample["response"] for sample in samples(run_dir, 1))
 
 
 def test_the_shop_trains_and_resumes_to_the_same_bits(folder, tmp_path):
