@@ -149,7 +149,7 @@ def test_the_exported_model_opens_as_a_hugging_face_model(undisturbed):
 def test_starting_a_finished_run_reports_that_it_is_finished(ends, undisturbed):
     end = ends["again"].result()
     assert end.code == EXIT_DONE, end.output
-    assert f"The run in {undisturbed.run_dir(1)} is finished at step {STEPS}." in end.output
+    assert f"The run in {undisturbed.run_dir(1)} is finished at step {STEPS}" in end.output
     assert f"step {STEPS}/{STEPS}" not in end.output
 
 
