@@ -141,7 +141,7 @@ def _gathered_equal(
     bucket: Sequence[tuple[str, tuple[int, ...], Tensor]], ranks: dims.RankGroup
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor of a bucket of equal parts, unsharded. On any number of ranks, each tensor is copied once
-    after the gather. A tensor that is alone in its bucket is not copied."""
+    after the gather, or not at all if it is alone in its bucket."""
     content = [part.view(torch.uint8) for _, _, part in bucket]
     received = gather_from(ranks, content[0] if len(content) == 1 else torch.cat(content))
     widths = [part.numel() for part in content]

@@ -274,8 +274,9 @@ class Checkpointer:
     def leave(self, step: int, metrics: Mapping[str, float]) -> NoReturn:
         """Save `step`, wait for the save, and raise Preempted. Raise Unsaved if the save failed, or UserError if a
         restart would fail too."""
+        # Outside: without a stop request, the loop calls this after a failed save, whose error restarts the ranks.
+        self._settle()
         try:
-            self._settle()
             self.save(step, metrics, last=True)
             self.finish(log_wait=False)
             self._drop_snapshots()

@@ -83,8 +83,8 @@ def plan(overrides: Sequence[str], library: Library, machine: Machine | None = N
 
 
 def _without_secrets(config: Config, text: str, number: int) -> str:
-    """Return the override `text` with REDACTED-`number` for each secret: values of a sweep differ in their number, and
-    the same command finds the same directories."""
+    """Return the override `text` with REDACTED-`number` for each secret. The number, the value's place in the sweep,
+    keeps directories apart; the same command finds them again."""
     key, value = key_and_value(text)
     marked = with_marks(value, reduce(member, key.split("."), config), f"{REDACTED}-{number}")
     return text if marked == value else f"{key}={hydra_value(marked)}"

@@ -5,8 +5,8 @@ CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
 if one token has more logits. The CPU's value is the fastest. The GPU's value allows 440 tokens with a vocabulary of
 152k, enough for matrix products at full speed."""
 HEAD_GRADIENT_BYTES = {"cpu": 0, "cuda": 512 << 20}
-"""One product with the hidden states covers the logits' gradients of several chunks, up to this many bytes.
-Each product is added to the head's whole gradient in float32, which costs a GPU more than the product of one chunk."""
+"""Largest number of bytes of logits' gradients, of several chunks, that one product with the hidden states covers.
+To add a product to the head's whole float32 gradient costs a GPU more than the product of one chunk."""
 GATHER_BUCKET = 8 << 20
 """Bytes of tensors per all-gather; a larger tensor is gathered alone. On a CPU a larger bucket is slower, because it
 does not fit into the caches."""

@@ -39,14 +39,14 @@ NEW_RUN = (
     "or start over in this one with trainer.overwrite=true"
 )
 SECRETS = "Not compared, because each contains a secret: %s. Another meaning than before changes the numbers."
-"""Log line for `not_compared`. Without it, nothing shows that the query of a judge's address has another model."""
+"""Log line for `not_compared`. Nothing else shows, for example, that a judge's URL names another model."""
 
 
 @dataclass(frozen=True)
 class Change:
     """One setting that differs, by its dotted key.
 
-    `removed` is the release that removed the setting. `present` is then the only value that this release can reproduce.
+    `removed` is the release that removed the setting. Since then, every run acts as if the setting were `present`.
     """
 
     key: str
@@ -108,7 +108,7 @@ def compare_text(stored: str, present: Config, release: str | None = None) -> Co
 class ResolvedConfig:
     """The whole configuration as text, for code that stores or compares it without reading its sections.
 
-    `compare` receives a stored text and the release that wrote it. `not_compared` has the result of the function.
+    `compare` receives a stored text and the release that wrote it. `not_compared` holds `not_compared(config)`.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""Writes a command line without a recipe that reproduces a stored configuration."""
+"""Writes a command line that reproduces a stored configuration without a recipe."""
 
 import re
 import shlex

@@ -119,7 +119,7 @@ def _messages(prompt: Any, where: str, data: DataConfig) -> list[dict[str, str]]
 
 
 def _ends_with_answer(chat: Sequence[Mapping[str, str]], removed: int) -> str:
-    """Return the problem of a chat that ends with turns of the model, of which `removed` are already the answer."""
+    """Return the problem of a chat that ends with turns of the model although `removed` became the answer."""
     role = chat[-1]["role"]
     turns = removed + sum(1 for _ in takewhile(lambda turn: turn["role"] in ANSWERING, reversed(chat)))
     if turns == 1:

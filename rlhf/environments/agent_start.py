@@ -1,6 +1,6 @@
 """Starts the program of an episode in a forked process, which may write only to the episode's folder.
 
-A Python script runs in this process itself, which has the script's imports already: importing a client such as `openai`
+A Python script runs in the fork itself, which has the script's imports already: importing a client such as `openai`
 takes about a second, which each episode would pay.
 """
 
@@ -96,7 +96,7 @@ def script_of(command: Sequence[str]) -> str | None:
 def import_for(script: str) -> None:
     """Import the installed modules that the script imports at its top level. Ignore errors: the script reports them.
 
-    Do not import modules beside the script: they may read environment variables that only the program has.
+    Do not import modules of the script's folder: they may read variables that only the program has.
     """
     atexit._clear()  # the programs must not run the handlers of this process
     body = ast.parse(Path(script).read_bytes()).body

@@ -139,7 +139,7 @@ class _ChatHandler(BaseHTTPRequestHandler):
         self._answer(body, self.server.endpoint.ask(body))
 
     def _drain(self, left: int) -> None:
-        """Read the body, without which the client would not read the answer."""
+        """Read the body, else the client would not read the answer."""
         while left > 0 and (data := self.rfile.read(min(left, 1 << 20))):
             left -= len(data)
 

@@ -1,5 +1,6 @@
-"""Finds stored settings that an evaluation uses only with the user's consent: settings that name code, give code rights
-or read the user's environment.
+"""Finds stored settings that an evaluation uses only with the user's consent.
+
+They name code, give code rights or read the user's environment.
 
 Anyone can write a checkpoint's configuration, and its hashes. A downloaded checkpoint ran its own file with the user's
 tokens. A user's own run has no exception, because a whole run directory can be downloaded, too. Names of bundled

@@ -35,8 +35,8 @@ class EarlyScores:
     """Scores groups before all groups of a step are complete, so that rewards do not wait for the longest response.
 
     A score depends only on its sample or its group, so an early score equals a late one. After a timeout, the caller
-    scores the group again, because the generation on the same machine may have caused the timeout. After an error, too,
-    so that a second error is raised at the usual point. The caller's thread decodes texts, because tokenizers are not
+    scores the group again, because the generation on the same machine may have caused the timeout. Likewise after an
+    error: a second one is raised at the usual point. The caller's thread decodes texts, because tokenizers are not
     thread-safe.
 
     Args:

@@ -194,7 +194,7 @@ class Episode:
         return {"op": "answer", "message": message, "usage": usage}
 
     def _harmless(self, value: Any) -> Any:
-        """Return JSON of an agent without special tokens in its texts."""
+        """Return an agent's JSON, its texts without special tokens."""
         if isinstance(value, str):
             return self._chat.harmless(value)
         if isinstance(value, dict):

@@ -199,7 +199,7 @@ class Generation:
 
         Raises:
             UserError: with `reward.on_error=stop`, if the reward failed on all samples of the step on all ranks, and
-                the number of these samples is at least that of a batch.
+                these are at least a batch.
         """
         started, n = time.monotonic(), self.n
         groups = []

@@ -41,7 +41,7 @@ class Stacks:
     texts: dict[int, str] = field(default_factory=dict)
     """Rank -> text of its stacks. A rank that wrote none has no entry."""
     silent: dict[int, str] = field(default_factory=dict)
-    """Rank -> likely reason if the rank wrote no stacks. A rank that wrote stacks has an entry, too."""
+    """Rank -> likely reason for missing stacks. Every rank has an entry, also if it wrote stacks."""
     files: list[Path] = field(default_factory=list)
     """Files with the texts."""
 

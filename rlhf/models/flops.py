@@ -40,7 +40,7 @@ PEAKS: dict[str, tuple[float, float]] = {
 """Dense operations per second in bfloat16 and in float32 (without TF32), by the words that a device's name contains.
 
 From the makers' data sheets: https://www.nvidia.com/en-us/data-center/ (a100, a10, a40, l4, l40, l40s, h100, h200, dgx
-b200), with figures marked as sparse halved; https://www.amd.com (Instinct MI300X).
+b200), halved if marked as sparse; https://www.amd.com (Instinct MI300X).
 H20: verl's table (`verl/utils/flops_counter.py`)."""
 
 

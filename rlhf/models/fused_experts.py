@@ -132,7 +132,7 @@ def _is_joined(entry: Any) -> bool:
 
 
 def _joins(converter: WeightConverter) -> bool:
-    """Return whether transformers only stacks the tensors, joins such stacks along the rows, or joins tensors along the
+    """Return whether transformers does no more than stack the tensors, or join stacks or tensors along the
     rows."""
     if len(converter.source_patterns) == 1:
         return _steps(converter) == [STACK]

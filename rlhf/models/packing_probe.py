@@ -53,7 +53,7 @@ def log_choice(setting: str, wanted: bool | None, reason: str | None, device: to
 def packing_problem(model: nn.Module) -> str | None:
     """Return the reason why the model cannot pack sequences; or None, and leave packing on. Collective.
 
-    Compare one packed row with a pass per sequence, at the input of the head: a zero value head would hide every
+    Compare one packed row with a pass per sequence, at the head's input: a value head of zeros would hide every
     difference. The tokens are fixed, and no random numbers are drawn.
     """
     device = next(model.parameters()).device

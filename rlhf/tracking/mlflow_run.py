@@ -116,7 +116,7 @@ class MlflowRun:
 
     def _found(self) -> Any:
         by_tag = f"tags.`{RUN_TAG}` = '{self._tag}'"
-        order = ["attributes.start_time ASC"]  # an earlier request without an answer may have created the run late
+        order = ["attributes.start_time ASC"]  # two runs exist if an unanswered request created one late
         runs = self._client.search_runs([self._experiment_id()], by_tag, max_results=1, order_by=order)
         return runs[0] if runs else None
 

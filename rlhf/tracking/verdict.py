@@ -137,9 +137,9 @@ def _judge(report: Mapping[str, Any], rewards: Sequence[float]) -> RunVerdict:
 
 
 def _chance(rewards: Sequence[float], size: int, windows: int) -> float:
-    """Return a fall from the best of `windows` means of `size` steps that chance alone rarely exceeds.
+    """Return the largest fall likely by chance from the best of `windows` means of `size` steps.
 
-    The best of many equal means is far above the last one. The noise of a step is estimated from consecutive steps, so
+    Noise lifts the best of many means far above the last. The noise of a step is estimated from consecutive steps, so
     that a slow change does not count as noise.
     """
     squares = [(later - earlier) ** 2 for earlier, later in itertools.pairwise(rewards)]

@@ -39,7 +39,7 @@ class Wandb:
     def start(self, history: History) -> None:
         """Open the wandb run and log the steps of the history that the wandb run lacks.
 
-        Online the server returns its next step. The server may be behind the history (a kill loses wandb's buffer) or
+        Online, the server names its next step. The server may be behind the history (a kill loses wandb's buffer) or
         ahead (the run repeats steps); steps before the server's next step are never sent again. Offline each start
         begins a new file with the whole history and sets earlier files aside. After a rollback a start first finishes
         the open run.

@@ -57,8 +57,8 @@ def config(original, tmp_path) -> Config:
 
 
 def choose_flips(checkpoint: Path) -> list[tuple[str, int]]:
-    """Return the flips: one or more in every file, the others in proportion to size. The last bits of each file are
-    included."""
+    """Return the flips: one or more in every file, the others in proportion to size. Any bit may
+    flip, also a file's last."""
     rng = random.Random(SEED)
     sizes = {name: 8 * (checkpoint / name).stat().st_size for name in sorted(files_of(checkpoint))}
     chosen = list(sizes) + rng.choices(list(sizes), weights=list(sizes.values()), k=FLIPS - len(sizes))

@@ -73,13 +73,6 @@ def test_a_failed_save_at_a_stop_request_reports_the_newest_checkpoint(config, s
     assert published(config) == saved
 
 
-def test_a_stop_request_after_a_failed_background_save_is_no_crash(config):
-    config.checkpoint.async_save, config.checkpoint.on_save_error = True, "stop"
-    for kind, message, _ in run_thread_ranks(2, end, config, "leave", errno.EIO, []):
-        assert kind is Unsaved
-        assert "left without saving step 3. The checkpoint of step 2 in " in message
-
-
 def test_a_failed_last_save_fails_the_run(config):
     for rank, (kind, message, logged) in enumerate(run_thread_ranks(2, end, config, "last", errno.EIO, [])):
         assert kind is SaveFailed

@@ -1,4 +1,4 @@
-"""Runs in a Ray cluster of two nodes: kills and lost nodes end in the undisturbed run, mistakes end at once."""
+"""Runs on two Ray nodes survive kills (with the same result) and lost nodes; mistakes end them at once."""
 
 from collections.abc import Iterator
 

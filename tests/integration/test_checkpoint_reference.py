@@ -62,7 +62,7 @@ def train(rank: int, config: Config, last: int, lose: int | None = None, die_at:
     Before the save of step `lose`, the previous checkpoint disappears.
 
     Returns:
-        After the resume: the step, and the reference's last update (a step) and weights. At the end: these two again.
+        Step, the reference's last update (a step) and weights after the resume; update and weights at the end.
     """
     coordinator, driver = make_coordinator(), make_driver()
     world_size = coordinator.world_size
@@ -151,7 +151,7 @@ def test_a_reference_that_no_checkpoint_uses_is_deleted(config, world_size):
         for last in (10, 12, 14, 16, 18):
             ranks(world_size, train, config, last)
             seen.append((os.fstat(file.fileno()).st_nlink, steps(config)))
-    # The reference of step 10 lasts until 15. Its file has one name per checkpoint, also after its writer is removed.
+    # The reference of step 10 lasts until 15. Its file has one name per checkpoint, also after step 10 is removed.
     assert seen == [(1, [10, 8]), (2, [12, 10]), (2, [14, 12]), (1, [16, 14]), (0, [18, 16])]
 
 

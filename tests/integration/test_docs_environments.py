@@ -19,7 +19,9 @@ pytestmark = pytest.mark.slow
 PAGE = (ROOT / "docs" / "environments.md").read_text()
 BLOCKS = re.findall(r"<!-- (file|command): ([^\n]*?) -->\n```\w*\n(.*?)```\n", PAGE, flags=re.DOTALL)
 FILES = {name: text for kind, name, text in BLOCKS if kind == "file"}
-COMMAND, AGENT_COMMAND, LIBRARY_COMMAND = [shlex.split(text.replace("\\\n", ""))[3:] for kind, _, text in BLOCKS if kind == "command"]
+COMMAND, AGENT_COMMAND, LIBRARY_COMMAND = [
+    shlex.split(text.replace("\\\n", ""))[3:] for kind, _, text in BLOCKS if kind == "command"
+]
 QUIET = ("trainer.device=cpu", "trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.log_rollouts=-1")
 
 

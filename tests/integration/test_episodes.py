@@ -193,7 +193,7 @@ def test_without_its_baseline_every_sample_of_a_prompt_has_failed(pool, sampler)
 
 
 def test_journaled_replies_to_other_tokens_are_not_used(pool, sampler, tmp_path):
-    """On another number of ranks, a turn that is generated again may have other tokens than the recorded replies."""
+    """On another number of ranks, a turn that is generated again may differ from the turn that was answered."""
     journal = journal_at(tmp_path)
     play(player(pool, sampler, "Sums"), sampler, journal)
     journal.begin(1, 0, None)

@@ -1,4 +1,4 @@
-"""Adapters pushed to a real vLLM server beside their base, against the merged model in the embedded engine."""
+"""Compares a base and adapters pushed to a real vLLM server with the merged model in the embedded engine."""
 
 import copy
 import json

@@ -1,7 +1,7 @@
 """Measures a rank's peak memory in each phase of its steps, on Linux or on a GPU, with an event listener.
 
 A rank with `RLHF_EVENT_LISTENER=tests.support.measured_memory:seen` writes lines of JSON to the file
-`$MEASURED_MEMORY`: the phase and the bytes, with `base` before any model is loaded. Bytes are resident bytes, or with
+`$MEASURED_MEMORY`: phase and bytes. Phase `base` is before any model is loaded. Bytes are resident bytes, or with
 `MEASURED_DEVICE=cuda` torch's allocations on the GPU.
 """
 
@@ -25,7 +25,7 @@ ON_GPU = os.environ.get("MEASURED_DEVICE") == "cuda"
 
 
 def measured(folder: Path, overrides: list[str], device: str = "cpu") -> dict[str, int]:
-    """Run to the end; return a rank's peak bytes by phase (resident, or torch's on a GPU), `base` before models."""
+    """Run to the end; return peak bytes by phase (resident, or torch's on a GPU); `base` is before any model."""
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])

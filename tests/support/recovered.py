@@ -9,7 +9,7 @@ NOTES_VARIABLE = "RLHF_TEST_UPDATES"
 
 
 def on_event(event: str) -> None:
-    """Append a line `PID SECONDS` (monotonic clock) at each update on rank 0; set by RLHF_EVENT_LISTENER."""
+    """As RLHF_EVENT_LISTENER, append a line `PID SECONDS` (monotonic clock) at each update on rank 0."""
     if event == "update.mid" and os.environ["RANK"] == "0":
         with Path(os.environ[NOTES_VARIABLE]).open("a") as notes:
             notes.write(f"{os.getpid()} {time.monotonic():.3f}\n")

@@ -1,4 +1,4 @@
-"""Calls the checkpoint's entry points with a test's whole configuration, and passes each its own sections."""
+"""Calls the checkpoint's entry points from a test's whole configuration: each gets its own sections."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from rlhf.ranks.transport import Transport
 
 
 def prepare(config: Config, coordinator: Coordinator | None = None) -> None:
-    """Run the preparation before ranks; without a coordinator, in this process only."""
+    """Prepare the run directory; without a coordinator, in this process only."""
     single_process = Coordinator(Transport())
     preparation.prepare(
         config.run_dir, config.trainer, config.checkpoint, ResolvedConfig.of(config), coordinator or single_process

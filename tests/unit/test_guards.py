@@ -99,7 +99,7 @@ def test_a_run_whose_batches_were_all_rejected_ends_with_an_error() -> None:
     again.begin(2, math.nan)
     with pytest.raises(UserError, match=r"(?s)rejected every batch of the run.*step 1: actor loss nan.*step 2: reward"):
         again.settle(2, last=True)
-    # A batch beyond a bound was trained on up to that point. One trained batch is enough for a run to end normally.
+    # Before exceeding a bound, a batch was trained on. One trained batch is enough for a run to end normally.
     for figures in ({"kl": 3.0}, {}):
         guards = Guards(GuardsConfig(max_kl=1.0))
         judge(guards, 1, **figures)

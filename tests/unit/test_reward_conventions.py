@@ -18,7 +18,7 @@ import re
 
 
 def gsm8k(solution_str, ground_truth, method="strict", format_score=0.0, score=1.0):
-    """As verl/utils/reward_score/gsm8k.py: without all four arguments."""
+    """As verl/utils/reward_score/gsm8k.py: two of the four arguments."""
     found = re.findall(r"#### (\\-?[0-9\\.\\,]+)", solution_str)
     return 0 if not found else score if found[-1] == ground_truth else format_score
 
@@ -55,7 +55,7 @@ def tested(completion, test_cases, continuous=False):
 
 
 def in_sandbox(url, semaphore, memory_limit_mb, completion, test_cases, continuous=False, timeout=10):
-    """As sandbox_fusion: what the dispatcher is given comes first."""
+    """As sandbox_fusion: the dispatcher's arguments come first."""
     assert semaphore is None
     return {"score": float(test_cases == completion), "url": url, "memory": memory_limit_mb}
 

@@ -9,7 +9,7 @@ from rlhf.models.hf.source import TensorInfo
 from rlhf.storage.shards import DTYPES, Shard, TensorReader
 
 READ_AHEAD, MOST_AHEAD = 16 << 20, 128 << 20
-"""Lower and upper limit of `together` in bytes. Between them, `together` is one block for each rank that saved the
+"""Lower and upper limit in bytes of `together`, which is one block for each rank that saved the
 checkpoint. Each read verifies whole blocks of a file, so reading small tensors one by one would read each block
 many times."""
 

@@ -30,7 +30,7 @@ Fault = tuple[int, str]
 
 
 def download(url: str, copy: Copy, run_dir: Path, coordinator: Coordinator) -> bool:
-    """Download run.json and the metric history, then `copy`, verify every file and publish the checkpoint in `run_dir`.
+    """Download the checkpoint `copy`, run.json and the metric history; verify all files and publish it in `run_dir`.
     Return False if the copy is damaged.
 
     Collective over the ranks that share the directory. Raises UserError on every rank when the disk fails or the remote

@@ -41,7 +41,7 @@ def prepare(
 
     The caller has the run lock of every directory. Raises UserError for `trainer.resume_mode=disable` on a directory
     with checkpoints, for checkpoints of a run with other settings, for a `trainer.resume_from_path` that is not a
-    checkpoint, for a `checkpoint.remote` that cannot be used, for a pointer or a recorded save without checkpoints, for
+    checkpoint, for a `checkpoint.remote` that cannot be used, for lost checkpoints (`reject_lost`), for
     a damaged run.json, and for a history file with a second hard link.
     """
     if settings.remote is not None and len(coordinator.domain_leaders) > 1:
@@ -116,7 +116,7 @@ def _launch(run_dir: Path, coordinator: Coordinator) -> list[str]:
     """Return the names of this launch: a scheduler's job, or the torchrun processes; empty if there is neither.
 
     The torchrun processes are the parents of the present ranks. A new attempt may run on other machines. So the result
-    also has the names of earlier attempts, if a run.json lists them together with a present name.
+    also has earlier attempts' names from each run.json that lists a present name.
     """
     own = os.environ.get(LAUNCH) or torchrun_agent()
     agents = {agent for agent in coordinator.all_gather(own) if agent is not None}

@@ -140,7 +140,7 @@ def _run(config: Config) -> Iterator[str]:
 
 
 def _callbacks(config: Config) -> Iterator[str]:
-    """Yield one line per callback that rejects a step and its metrics, and per argument that no callback accepts."""
+    """Yield one line per callback that cannot take a step and its metrics, and per argument that none accepts."""
     t, accepted, known = config.trainer, set[str](), True
     for spec in t.callbacks:
         try:

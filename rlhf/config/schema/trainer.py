@@ -16,7 +16,7 @@ class TrainerConfig:
     """Parent of run directories: `<default_local_dir>/<project_name>/<experiment_name>`."""
     nproc: int | None = setting(1, ge=1, resume="harmless", by_device=True)
     """Ranks on this machine; null means one per GPU that `rollout=vllm_server` does not use, or 1 on a CPU.
-    Checkpoints are exact across values; later steps are bit-identical only with the same `nproc`."""
+    Any value resumes the exact state; later steps are bit-identical only with the same `nproc`."""
     nnodes: int = setting(1, ge=1, resume="harmless")
     """Machines, each with `nproc` ranks. `launcher=ray`, `python -m rlhf.launch.slurm` and `rlhf.launch.kubernetes`
     start them all, `launcher=local` starts one, and torchrun counts its machines itself."""
@@ -87,7 +87,7 @@ class TrainerConfig:
     """Seconds to wait for another rank during training; after that the attempt fails and restarts. For saves, see
     `checkpoint.timeout_s`."""
     watchdog: bool = setting(True, resume="harmless")
-    """End an attempt whose ranks make no progress and log their stacks; the launcher restarts the ranks."""
+    """If the ranks make no progress, log their stacks and end the attempt; the launcher restarts them."""
     watchdog_timeout_s: float | None = setting(None, gt=0, resume="harmless")
     """Longest time in seconds in one phase of the loop; null means 5 times the longest seen, at least 300."""
     watchdog_first_timeout_s: float = setting(3600.0, gt=0, resume="harmless")

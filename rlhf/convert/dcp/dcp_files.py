@@ -195,7 +195,7 @@ def read_metadata(path: Path) -> metadata.Metadata:
 class _RestrictedUnpickler(pickle._Unpickler):
     """Unpickles the allowed classes, and rejects all others by name.
 
-    Uses Python's unpickler, not the one in C, which allocates as much memory as a pickle claims to need, and lets a
+    Uses Python's unpickler, because the one in C allocates as much memory as a pickle claims to need, and lets a
     pickle set attributes of the allowed classes themselves, for the whole process.
     """
 

@@ -71,7 +71,7 @@ def as_transformers(model: MegatronModel, parts: Parts, where: Path, files: Path
 
 
 def _pieces(spec: TensorSpec, tensors: Sequence[ReadableTensor]) -> dict[str, list[Piece]]:
-    """Return the pieces of transformers' tensors in the ranks' parts of one tensor."""
+    """Map members of one Megatron tensor to their pieces in the ranks' parts."""
     if spec.split == "columns":
         ((member, rows),) = spec.members
         return {member: [(joined_columns(tensors), 0, rows * spec.width)]}

@@ -9,7 +9,7 @@ from rlhf.data.template_date import uses_date, with_date
 Messages = Sequence[Mapping[str, Any]]
 ASKED: Mapping[str, Any] = {"role": "user", "content": "Question."}
 MARK = "rlhf-marks-this-answer"
-"""Text of a dummy answer. In a rendering, the end of the turn and the next messages follow this text."""
+"""Text of a dummy answer. After it, a rendering has the end of the turn and the next messages."""
 
 
 def answer(text: str = MARK, thoughts: str = "", results: Messages = ()) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 A row has a column `task`: the number of a task in the taskset. The environment of verifiers runs in this program and
 calls the policy through the episode's endpoint, so the trainer journals its requests and replays the program after a
-crash. An environment of verifiers controls its episode itself and cannot be called turn by turn, and its server would
-hide the episode's turns from the journal.
+crash. It must be a program: verifiers cannot be called turn by turn, and its own server would hide the episode's
+turns from the journal.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from rlhf.storage.files import write_small
 NULL = "null"
 """The harness of verifiers that only chats and calls tools of the task."""
 _tasks: list[Any] = []
-"""The tasks of a finite taskset, or an endless one's first. The host reads them once, before it forks programs."""
+"""A finite taskset's tasks, or the first of an endless one. The host reads them once, before it forks programs."""
 
 
 def preflight(id: str = "", config: dict[str, Any] | None = None, **other: object) -> None:
@@ -153,7 +153,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # The host has imported this file as a module, with the tasks.
+    # Run the module that the host imported: it has the tasks.
     from rlhf.environments.adapters import verifiers_agent
 
     verifiers_agent.main()

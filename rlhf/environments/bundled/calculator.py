@@ -15,7 +15,7 @@ _OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
 
 
 class Calculator:
-    """Computes with numbers, +, -, *, / and parentheses, exactly until the result is written."""
+    """Computes with numbers, +, -, *, / and parentheses; only the written result is rounded."""
 
     def reset(self, **row: object) -> None:
         return None

@@ -57,7 +57,7 @@ class PodRanks:
     def wait(self) -> int:
         """Return the exit code of the pod when all ranks have ended.
 
-        After the first rank that fails, kill those that have not ended PEERS_S seconds later.
+        PEERS_S seconds after the first rank's failure, kill the ranks that have not ended.
         """
         exits: dict[int, RankExit] = {}
         deadline = float("inf")

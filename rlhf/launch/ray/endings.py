@@ -1,4 +1,4 @@
-"""Decides after the ranks of a machine have ended whether Ray restarts all ranks or the run ends. Imports no Ray."""
+"""Decides, when a machine's ranks have ended, whether Ray restarts all ranks or the run ends. Imports no Ray."""
 
 import signal
 from collections.abc import Collection, Iterable

@@ -31,7 +31,7 @@ class NcclGroup:
         self._control = control
         self._urls: list[str] = []
         self._communicator: Any = None
-        self.label = ""  # the servers' label of the weights of the last update
+        self.label = ""  # the servers' `weight_version` after the last update
 
     def join(self, urls: Sequence[str]) -> bool:
         """Join a group with exactly these servers. Return False on failure; the same servers are not tried again."""
