@@ -211,9 +211,9 @@ def _copy(config: Config, step: int) -> list[int]:
     from rlhf.checkpoint.remote.copies import copy_pending
 
     log.info(
-        "The run in %s is finished at step %d: nothing is trained, and changed data or functions have no effect. To "
-        "train anew, set another trainer.experiment_name. To continue the run, raise trainer.total_training_steps "
-        "(or trainer.total_epochs).",
+        "The run in %s is finished at step %d: nothing is trained, and changed data has no effect. To train anew, "
+        "set another trainer.experiment_name. To continue the run, raise trainer.total_training_steps (or "
+        "trainer.total_epochs).",
         config.run_dir,
         step,
     )

@@ -22,11 +22,11 @@ from rlhf.assemble.rollouts import (
     build_pool,
     build_reward,
 )
-from rlhf.assemble.trajectory_hash import user_files
 from rlhf.backends import check_backend
 from rlhf.backends.base import TrainingBackend
 from rlhf.checkpoint.checkpointer import Checkpointer
 from rlhf.checkpoint.commit.identity import Identity
+from rlhf.checkpoint.commit.user_files import user_files
 from rlhf.checkpoint.start.run_dir import planned_steps
 from rlhf.checkpoint.state.driver_state import DriverState
 from rlhf.checkpoint.state.run_file import STARTED_ON, read_run_file

@@ -1,4 +1,4 @@
-"""Hashes the settings and files that determine a run's steps, for the rollout journal and for resumes."""
+"""Hashes the settings and files that determine a run's steps, for the rollout journal."""
 
 import json
 from collections.abc import Mapping
@@ -8,11 +8,10 @@ from typing import Any
 import xxhash
 
 import rlhf
-from rlhf.config import ActorConfig, AlgorithmConfig, CheckpointConfig, LoraConfig, ModelConfig, RewardConfig
-from rlhf.config.agent_command import COMMAND, files_of
-from rlhf.config.schema.env import EnvConfig
+from rlhf.config import CheckpointConfig, LoraConfig
+from rlhf.config.agent_command import files_of
 from rlhf.config.user_functions import hash_of_files
-from rlhf.models.fingerprint import fingerprint, fingerprint_file
+from rlhf.models.fingerprint import fingerprint
 
 
 def trajectory_hash(
@@ -45,26 +44,3 @@ def trajectory_hash(
         ),
     }
     return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
-
-
-def user_files(
-    reward: RewardConfig, algorithm: AlgorithmConfig, actor: ActorConfig, model: ModelConfig, env: EnvConfig
-) -> dict[str, str]:
-    """Return, for each setting that names users' functions, environments or chat templates, a hash of its files.
-
-    The files change the run just as settings do. Files that the functions import are not hashed.
-    """
-    named = {
-        "reward.functions": reward.functions,
-        "env.classes": env.classes,
-        "algorithm.adv_estimator": [algorithm.adv_estimator],
-        "actor.policy_loss.loss_mode": [actor.policy_loss.loss_mode],
-    }
-    hashes = {key: hash_of_files(names) for key, names in named.items() if any(".py:" in name for name in names)}
-    if env.command is not None:
-        hashes[COMMAND] = hash_of_files(files_of(env.command))
-    if (template := model.chat_template) is not None:
-        hashes["model.chat_template"] = fingerprint_file(Path(template).expanduser())
-    if env.template is not None:
-        hashes["env.template"] = fingerprint_file(Path(env.template).expanduser())
-    return hashes

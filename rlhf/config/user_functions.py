@@ -157,8 +157,8 @@ def check_unchanged(setting: str, functions: Sequence[str], before: str) -> None
     if not same:
         raise UserError(
             f"{setting}={','.join(functions)}: the file has changed since the run started, and a new process would run "
-            "the new code. Restore the file and continue by the same command, or accept the new file with "
-            "trainer.allow_config_change=true."
+            "the new code. Restore the file and continue by the same command, accept the new file with "
+            "trainer.allow_config_change=true, or begin a new run with trainer.experiment_name=NAME."
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf.assemble.trajectory_hash import user_files
+from rlhf.checkpoint.commit.user_files import user_files
 from rlhf.config import Config
 from rlhf.config.compare import OF_EVALUATIONS, SECRETS, as_lines, compare_text, not_compared
 from rlhf.config.derived import needs_reward_model

@@ -32,6 +32,7 @@ from tests.support.checkpoints import (
     whole_state,
     world_of_one,
 )
+from tests.support.refusals import facts
 from tests.support.verified import verify
 
 SUBSETS = [list(s) for n in range(1, 5) for s in itertools.combinations(CONTENTS, n)]
@@ -268,7 +269,8 @@ def test_the_setting_whose_files_differ_is_named(saved, caplog, fingerprints, ex
     config, _, _ = saved
     changed = make_config(config.run_dir.parents[1])
     changed.checkpoint.contents = list(CONTENTS)
-    with pytest.raises(UserError, match=r"trainer\.allow_config_change=true") as caught:
+    remedies = facts("trainer.allow_config_change=true", "trainer.experiment_name=NAME")
+    with pytest.raises(UserError, match=remedies) as caught:
         resume(changed, make_backend(2), None, fingerprints)
     changed.trainer.allow_config_change = True
     assert resume(changed, make_backend(2), None, fingerprints) == 3
@@ -278,6 +280,14 @@ def test_the_setting_whose_files_differ_is_named(saved, caplog, fingerprints, ex
         assert line in caplog.text
     both = str(caught.value).count("when ")
     assert both == len(expected)  # and no other setting is named
+
+
+def test_a_run_that_begins_at_a_checkpoint_with_other_files_is_not_sent_to_another_directory(tmp_path, saved):
+    config = make_config(tmp_path)
+    begin_at(config, step_dir(saved[0].run_dir, 3), ["model"])
+    with pytest.raises(UserError, match=r"trainer\.allow_config_change=true") as caught:
+        resume(config, make_backend(2), None, {"model.path": "0" * 32})
+    assert "experiment_name" not in str(caught.value), "it has a directory of its own"
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from rlhf.assemble.trajectory_hash import user_files
 from rlhf.checkpoint.commit.manifest import read_manifest
+from rlhf.checkpoint.commit.user_files import user_files
 from rlhf.checkpoint.load.stored_config import changes_since
 from rlhf.config import Config
 from rlhf.config.compare import Change, ResolvedConfig, compare, compare_text, log_changes, reject_changes

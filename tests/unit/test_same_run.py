@@ -5,16 +5,27 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import reduce
 
 import pytest
 
 from rlhf.checkpoint.commit.manifest import read_manifest, write_manifest
+from rlhf.checkpoint.commit.user_files import user_files
 from rlhf.compose import compose_config
 from rlhf.config import Config
 from rlhf.config.library import Library
 from rlhf.errors import EXIT_USER_ERROR, UserError
 from rlhf.storage.layout import scan, step_dir, step_of
-from tests.support.checkpoints import TINY_POLICY, PlainRole, flip_bit, make_config, resume, save_steps
+from tests.support.checkpoints import (
+    IDENTITY,
+    TINY_POLICY,
+    PlainRole,
+    flip_bit,
+    make_checkpointer,
+    make_config,
+    resume,
+    save_steps,
+)
 from tests.support.refusals import facts, says, user_error
 from tests.support.sections import finished_step, prepare
 
@@ -128,6 +139,71 @@ def test_a_finished_run_accepts_a_moved_model_but_not_another_model(config, tmp_
     config.model.path = "org/another"
     with pytest.raises(UserError, match=facts("model.path=org/another", "other files")):
         finished_step(config)
+
+
+REWARD = "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
+
+
+def save_finished(config: Config) -> None:
+    files = IDENTITY.fingerprints | user_files(config.reward, config.algorithm, config.actor, config.model, config.env)
+    assert make_checkpointer(config, PlainRole(), 10, None, files).save(10) is not None
+
+
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [
+        ("reward.functions", "own.py"),
+        ("env.classes", "own.py"),
+        ("env.command", "own.py"),
+        ("env.template", "own.jinja"),
+        ("model.chat_template", "own.jinja"),
+        ("algorithm.adv_estimator", "own.py"),
+        ("actor.policy_loss.loss_mode", "own.py"),
+    ],
+)
+def test_a_finished_run_rejects_changed_files_of_functions_and_templates(config, tmp_path, setting, name):
+    """The same command with another reward file once answered with the old report and code 0."""
+    own = tmp_path / name
+    own.write_text(REWARD)
+    value = {"env.command": f"python {own}"}.get(setting, f"{own}:score" if name == "own.py" else str(own))
+    *sections, key = setting.split(".")
+    listed = setting in ("reward.functions", "env.classes")
+    setattr(reduce(getattr, sections, config), key, [value] if listed else value)
+    save_finished(config)
+    prepare(config)
+    assert finished_step(config) == 10
+    own.write_text(REWARD.replace("1.0", "2.0"))
+    for config.trainer.allow_config_change in (False, True):
+        message = user_error(finished_step, config)
+        says(message, "finished at step 10", f"{setting}=", str(own), "other files", "estore the files")
+        says(message, "trainer.experiment_name=NAME", "trainer.total_training_steps")
+    own.write_text(REWARD)
+    assert finished_step(config) == 10
+    own.write_text(REWARD.replace("1.0", "2.0"))
+    config.trainer.total_training_steps = 11
+    prepare(config)
+    assert finished_step(config) is None, "the ranks compare the files"
+
+
+def test_a_finished_run_whose_reward_file_is_gone_has_its_report(config, tmp_path, caplog):
+    own = tmp_path / "own.py"
+    own.write_text(REWARD)
+    config.reward.functions = ["exact_match", f"{own}:score"]
+    save_finished(config)
+    own.unlink()
+    prepare(config)
+    with caplog.at_level(logging.INFO, logger="rlhf"):
+        assert finished_step(config) == 10
+    says(caplog.text, "reward.functions=", str(own), "cannot be read")
+
+
+def test_a_finished_run_of_a_release_without_hashes_of_functions_has_its_report(config, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(REWARD)
+    config.reward.functions = [f"{own}:score"]
+    save_steps(config, PlainRole(), 10)
+    prepare(config)
+    assert finished_step(config) == 10
 
 
 def test_other_model_files_are_rejected_before_the_path_is_logged_as_harmless(config, tmp_path, caplog):

@@ -7,7 +7,7 @@ from pathlib import Path
 from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.commit.manifest import Manifest
 from rlhf.checkpoint.load.stored_config import BASE, CODE, changes_since, check_base
-from rlhf.config.compare import SECRETS, ResolvedConfig, log_changes, reject_changes
+from rlhf.config.compare import NEW_RUN, SECRETS, ResolvedConfig, log_changes, reject_changes
 from rlhf.errors import UserError
 from rlhf.storage.layout import INDEX, REFERENCE
 
@@ -23,11 +23,13 @@ def check_compatible(
     *,
     moving_reference: bool,
     allow_change: bool,
+    begins: bool = False,
 ) -> frozenset[str]:
     """Raise UserError unless the run `identity` with `config` may continue from this checkpoint; log differences.
 
     Return the settings whose values or files change the run. `moving_reference`: whether the run's reference moves.
-    `allow_change`: `trainer.allow_config_change`. For an imported checkpoint, check only the contents, because it
+    `allow_change`: `trainer.allow_config_change`. `begins`: whether a new run begins at this checkpoint
+    (`trainer.resume_mode=resume_path`). For an imported checkpoint, check only the contents, because it
     belongs to no run.
     """
     if not {"model", "hf_model"} & set(load_contents):
@@ -45,7 +47,7 @@ def check_compatible(
         return frozenset()
     changes = changes_since(path, manifest, config)
     # Promise 13.
-    reject_changes(changes, allow=allow_change)
+    reject_changes(changes, allow=allow_change, begins=begins)
     check_base(path, manifest, config, changes, identity.fingerprints.get(BASE, ""))
     if moving_reference and f"{REFERENCE}/{INDEX}" not in manifest.files:
         raise UserError(
@@ -57,8 +59,10 @@ def check_compatible(
     if others:
         text = "; ".join(others.values())
         if not allow_change:
+            other = "" if begins else f"; or {NEW_RUN}"
             raise UserError(
-                f"{text}. Restore the files, or set trainer.allow_config_change=true to accept that the run changes."
+                f"{text}. Restore the files, or set trainer.allow_config_change=true to accept that the run "
+                f"changes{other}."
             )
         log.warning("%s; continuing because trainer.allow_config_change=true.", text)
     log_changes(changes)

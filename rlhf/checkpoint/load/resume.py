@@ -43,8 +43,7 @@ def restore(
     """Restore `state` and this rank's generators from the newest intact checkpoint of the run `identity`. Collective.
 
     Verifies every byte, most bytes while loading. When any rank finds damage, all ranks set the checkpoint aside and
-    try the next older checkpoint. `source` is the checkpoint that the run starts from
-    (`trainer.resume_from_path`). It is tried last, and `checkpoint.load_contents` applies only to `source`.
+    try the next older one, at last `source` (`trainer.resume_from_path`). `checkpoint.load_contents` is for `source`.
 
     If nodes have their own disks, a checkpoint is complete when all disks together have every file. Incomplete
     checkpoints are logged with their missing files, and set aside once an older checkpoint is loaded.
@@ -75,6 +74,7 @@ def restore(
             wanted,
             moving_reference=state.reference is not None,
             allow_change=trainer.allow_config_change,
+            begins=begins,
         )
         changed = ranks.on_rank(located.source_domain(CONFIG), check)
         left_out = [part for part in ("optimizer", "extra") if part not in wanted]

@@ -8,12 +8,15 @@ from functools import partial
 from pathlib import Path
 
 from rlhf.checkpoint.commit.manifest import Manifest
+from rlhf.checkpoint.commit.user_files import USER_FILES, hash_of_value
 from rlhf.checkpoint.load.locations import locate_files, published
 from rlhf.checkpoint.load.stored_config import BASE, changes_since, check_base
 from rlhf.checkpoint.start.run_dir import at_end, driver_state_of, planned_steps, resume_source
 from rlhf.checkpoint.state.run_file import read_run_file
 from rlhf.config.compare import MODEL_NAMES, NEW_RUN, RUN_LENGTH, ResolvedConfig, as_lines, reject_changes
+from rlhf.config.overrides import hydra_value
 from rlhf.config.schema.trainer import TrainerConfig
+from rlhf.config.secrets import masked
 from rlhf.errors import UserError
 from rlhf.models.fingerprint import fingerprint
 from rlhf.ranks.coordinator import Coordinator
@@ -103,20 +106,41 @@ def _check_renamed_models(path: Path, manifest: Manifest, config: ResolvedConfig
 
 
 def compare_finished(path: Path, manifest: Manifest, config: ResolvedConfig) -> list[str]:
-    """Return the changed settings that do not affect a finished run's results, one line each. Raise UserError when the
-    run has another model than `config`."""
+    """Return log lines: the changed settings that do not affect a finished run's results, and files that cannot be
+    read. Raise UserError when the run has another model than `config`, or other files of users' functions."""
     harmless = changes_since(path, manifest, config).harmless
-    renamed = [change for change in harmless if change.key in MODEL_NAMES]
+    others = _other_models(manifest, config, [change.key for change in harmless if change.key in MODEL_NAMES])
+    lines = []
+    for setting in (key for key in USER_FILES if key in manifest.fingerprints):
+        value = config.setting(setting)
+        shown = f"{setting}={hydra_value(masked(value))}"
+        try:
+            if hash_of_value(setting, value) != manifest.fingerprints[setting]:
+                others.append(shown)
+        except OSError as error:
+            # The report of a finished run must remain available when its files are gone.
+            lines.append(f"{shown} is not compared: {error.filename} cannot be read ({error.strerror})")
+    if others:
+        raise UserError(
+            f"the run in {path.parent} is finished at step {manifest.step}, and {' and '.join(others)} "
+            f"{'holds' if len(others) == 1 else 'hold'} other files than the run used. Restore the files to get its "
+            f"report. To run with these files, {NEW_RUN}. To continue the finished run with these files, raise "
+            "trainer.total_training_steps and set trainer.allow_config_change=true."
+        )
+    exported = EXPORT_SETTINGS if "hf_model" in config.setting("checkpoint.contents") else ()
+    unused = [change for change in harmless if change.key not in (*MODEL_NAMES, *exported)]
+    return [*lines, *(f"this changed setting has no effect: {change}" for change in unused)]
+
+
+def _other_models(manifest: Manifest, config: ResolvedConfig, renamed: Collection[str]) -> list[str]:
+    """Return the settings, with their values, whose model has other files than the run's."""
+    others = []
     for setting, stored in manifest.fingerprints.items():
         if setting not in MODEL_NAMES or (name := config.setting(setting)) is None:
             continue
         folder, section = Path(name).expanduser(), setting.partition(".")[0]
         # For a Hub name only the name can be compared here.
-        same = fingerprint(folder) == stored if folder.is_dir() else not any(section in c.key for c in renamed)
+        same = fingerprint(folder) == stored if folder.is_dir() else not any(section in key for key in renamed)
         if not same:
-            raise UserError(
-                f"the run in {path.parent} is finished at step {manifest.step}, and {setting}={name} holds other files "
-                f"than the run started from. To run with these files, {NEW_RUN}."
-            )
-    exported = EXPORT_SETTINGS if "hf_model" in config.setting("checkpoint.contents") else ()
-    return [str(change) for change in harmless if change.key not in (*MODEL_NAMES, *exported)]
+            others.append(f"{setting}={name}")
+    return others

@@ -88,7 +88,7 @@ def finished_step(
     run_dir: Path, trainer: TrainerConfig, config: ResolvedConfig, coordinator: Coordinator
 ) -> int | None:
     """Return the last step of a finished and intact run that has passed `check_same_run`, else None. Collective. Raises
-    UserError if the finished run had another model."""
+    UserError if the finished run had another model, or other files of users' functions."""
     for path in published(run_dir, coordinator):
         try:
             located = locate_files(path, coordinator)
@@ -105,9 +105,9 @@ def finished_step(
         if damage_of(located, own, coordinator):
             return None
         compare = partial(compare_finished, path, located.manifest, config)
-        for change in coordinator.on_rank(located.source_domain(CONFIG), compare):
+        for line in coordinator.on_rank(located.source_domain(CONFIG), compare):
             if coordinator.is_leader:
-                log.info("The run is finished; this changed setting has no effect: %s", change)
+                log.info("The run is finished; %s", line)
         return driver["step"]
     return None
 
