@@ -119,6 +119,19 @@ def test_a_setting_that_episodes_exclude_gets_one_message(setting, remedy):
     assert line.endswith(remedy)
 
 
+@pytest.mark.parametrize(
+    "settings", [["recipes=env_calculator", "reward.functions=[]"], ["recipes=env_guess", "env.reward_weight=0"]]
+)
+def test_a_run_without_any_reward_is_a_mistake(settings):
+    """A user left one of the two settings out, and the run trained on reward 0 to its end."""
+    config = compose_config(settings, Library.find(None))
+    with pytest.raises(UserError) as raised:
+        validate(config, {})
+    says(raised.value, "env.reward_weight=0.0", "reward.functions=[]", "reward 0", "Set env.reward_weight=1")
+    config.env.reward_weight = -1.0
+    validate(config, {})
+
+
 def test_a_wrong_template_is_named_before_the_model_is_loaded(tmp_path):
     (tmp_path / "chat.jinja").write_text("{% for")
     for name in ("none.jinja", "chat.jinja"):

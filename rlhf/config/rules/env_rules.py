@@ -23,6 +23,11 @@ def env_problems(config: Config) -> Iterator[str]:
                 "variable, and name the variable in env.pass_env."
             )
         yield from without_effect(config, ["env.num_workers", "env.process"], "env.classes", [])
+    if config.env.reward_weight == 0 and not config.reward.functions:
+        yield (
+            f"env.reward_weight={config.env.reward_weight}: with reward.functions=[], every response would get reward "
+            "0. Set env.reward_weight=1, or name a function in reward.functions."
+        )
     if rollout.async_steps:
         yield (
             f"rollout.async_steps={rollout.async_steps}: with {shown}, each step generates its episodes whole. Set "
