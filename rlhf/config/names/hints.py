@@ -24,10 +24,13 @@ def hint(key: str) -> str:
     """Return the hint for a wrong dotted key; empty if nothing is similar.
 
     Return the first of these that exists: a sentence about a setting that an older release had, the remark on another
-    trainer's name, the nearest setting or group.
+    trainer's name, the nearest setting or group, the remark on another trainer's name in one of our sections.
     """
     found = release_hint(key) or remark(key)
-    return f" {found}" if found else did_you_mean(nearest_setting(key))
+    if found is None and (near := nearest_setting(key)):
+        return did_you_mean(near)
+    found = found or remark(key.rpartition(".")[2])
+    return f" {found}" if found else ""
 
 
 def remark(key: str) -> str | None:
