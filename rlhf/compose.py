@@ -270,6 +270,7 @@ def _choice(override: Override, library: Library) -> str:
             what = "there is no such recipe" if group == "recipes" else "the group has no such entry"
             near = _recipe_elsewhere(name, library) if group == "recipes" else ""
             near = near or entry_hint(group, name, known)
+            near = near or (_own_recipe(name, library) if group == "recipes" else "")
             raise UserError(f"{group}={name}: {what}.{near} Choices: {', '.join(known)}.")
     return f"{group}=[{','.join(names)}]"
 
@@ -282,6 +283,13 @@ def _recipe_elsewhere(name: str, library: Library) -> str:
         if (file := folder / f"{name}.yaml").is_file():
             return f" There is {file}: move it into {folder / 'recipes'}, and add --config-dir {folder}."
     return ""
+
+
+def _own_recipe(name: str, library: Library) -> str:
+    """Return the hint for an unknown recipe: where the user's own recipes are searched."""
+    if not library.folders[1:]:
+        return f" For your own recipe DIR/recipes/{name}.yaml, add --config-dir DIR."
+    return f" {library.folders[-1]} (--config-dir) has no recipes/{name}.yaml."
 
 
 def _reject_spaces(overrides: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from rlhf.config.known_settings import SETTINGS
 from rlhf.config.resolved import from_yaml
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
 from tests.support.commands import BUNDLED, RECIPES, ROOT, command_error, compose, run
+from tests.support.refusals import says
 
 WRONG_COMMANDS = [
     (["trainer.nproq=2"], "trainer.nproq=2: there is no setting trainer.nproq. Did you mean trainer.nproc?"),
@@ -153,6 +154,12 @@ def test_an_unknown_recipe_lists_the_known(capsys):
     error = command_error(capsys, "recipes=ofline")
     assert error.startswith("recipes=ofline: there is no such recipe. Did you mean offline? Choices: ")
     assert all(name in error for name in RECIPES)
+
+
+def test_an_unknown_recipe_without_a_folder_names_the_option(capsys, tmp_path):
+    says(command_error(capsys, "recipes=mine"), "DIR/recipes/mine.yaml", "--config-dir DIR", "Choices: ")
+    searched = command_error(capsys, "--config-dir", str(tmp_path), "recipes=mine")
+    says(searched, f"{tmp_path} (--config-dir) has no recipes/mine.yaml", "Choices: ")
 
 
 def test_all_mistakes_of_a_command_at_once(capsys):
