@@ -14,6 +14,7 @@ from rlhf.config.library import Library
 from rlhf.config.redaction import Redaction
 from rlhf.config.rules.path_rules import on_one_machine
 from rlhf.config.rules.validate import validate
+from rlhf.config.schema.reward import REWARD_MODEL, VERIFIERS
 from rlhf.config.secrets import export
 from rlhf.config.user_functions import CUSTOM_CLS, file_being_loaded, find_definition
 from rlhf.errors import EXIT_DONE, RunEnded, UserError
@@ -87,13 +88,19 @@ def _check_arguments(overrides: object, reward: object, callbacks: object) -> No
         raise UserError(
             f"overrides={overrides!r}: not a list of strings. Give a list with one 'KEY=VALUE' per setting."
         )
-    if any(isinstance(one, str) for one in (reward if isinstance(reward, (list, tuple)) else [reward])):
-        raise UserError(
-            f"reward={reward!r}: a string, not a function. Give the function itself, or "
-            "reward.functions=[FILE.py:NAME] among the overrides."
-        )
+    rewards = reward if isinstance(reward, (list, tuple)) else [reward]
+    if any(isinstance(one, str) for one in rewards):
+        raise UserError(f"reward={reward!r}: a string, not a function. Give {_override_of(rewards)} the overrides.")
     if not isinstance(callbacks, (list, tuple)) or not all(map(callable, callbacks)):
         raise UserError(f"callbacks={callbacks!r}: not a list of functions. Give callbacks=[FUNCTION].")
+
+
+def _override_of(rewards: Sequence[object]) -> str:
+    """Return the remedy for texts instead of functions; named verifiers are overrides, not functions."""
+    named = [one for one in rewards if one in (*VERIFIERS, REWARD_MODEL)]
+    if len(named) < len(rewards):
+        return "the function itself, or reward.functions=[FILE.py:NAME] among"
+    return f"reward={named[0]} among" if len(named) == 1 else f"reward.functions=[{','.join(map(str, named))}] among"
 
 
 def validated(

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from rlhf.errors import EXIT_DONE, EXIT_USER_ERROR, UserError
 from rlhf.storage.layout import HISTORY
 from rlhf.tracking.history import History
 from rlhf.tracking.report import REPORT
-from tests.support.refusals import says
+from tests.support.refusals import says, user_error
 
 
 def score(solution_str: str) -> float:
@@ -64,6 +65,19 @@ def test_a_function_defined_in_a_file_is_referred_to_by_path_and_name():
 def test_a_function_that_reward_processes_cannot_import_is_rejected(function, message):
     with pytest.raises(UserError, match=message):
         rlhf.train([], reward=function)
+
+
+@pytest.mark.parametrize(
+    ("reward", "override"),
+    [
+        ("exact_match", "Give reward=exact_match among"),
+        (["reward_model"], "Give reward=reward_model among"),
+        (["exact_match", "math_verify"], "Give reward.functions=[exact_match,math_verify] among"),
+        ("score", "or reward.functions=[FILE.py:NAME] among"),
+    ],
+)
+def test_a_text_as_a_reward_gets_the_override_to_write(reward, override):
+    says(user_error(partial(rlhf.train, [], reward=reward)), "a string, not a function", override)
 
 
 def test_a_function_of_a_notebook_is_refused():
