@@ -21,7 +21,7 @@ from rlhf.data.prompts import PromptSet
 from rlhf.data.records import Source, resolve
 from rlhf.data.rows import parse_row, with_last_turn_as_answer, with_system_prompt
 from rlhf.data.tokens import LengthLimit
-from rlhf.environments.class_checks import check_row
+from rlhf.environments.class_checks import check_reset, check_row, reset_arguments
 from rlhf.errors import UserError
 from rlhf.reward import WantedColumns
 from rlhf.reward.code_tests import FORMS, read_tests
@@ -49,7 +49,7 @@ def build_train_set(
         reward: its functions decide whether rows need an answer, and which other columns rows need.
         seed: `trainer.seed`, for generated problems.
         day: the day that chat templates print; None: today.
-        env: environments read all columns.
+        env: environments read all columns, and `reset` needs those among its parameters.
 
     Raises:
         UserError: any error in settings or data.
@@ -108,7 +108,11 @@ def check_sources(data: DataConfig, reward: RewardConfig, seed: int, env: EnvCon
             if time.monotonic() > end:
                 break
     if data.train_files is None and data.val_files is None:
-        return with_system_prompt(procedural.first_row(data, seed), data.system_prompt)
+        row = procedural.first_row(data, seed)
+        _wanted(reward, env).of_record({}, data.prompt_key, row.where)
+        check_row(env, {}, row.where)
+        check_reset(env, reset_arguments(env), {}, row.extra_info, row.where)
+        return with_system_prompt(row, data.system_prompt)
     return firsts[0] if firsts else None
 
 
@@ -145,7 +149,9 @@ def _file_set(
         # Cached rows depend on the release of reasoning-gym only if its verifier has checked the rows.
         verifier = version("reasoning-gym") if "reasoning_gym" in reward.functions else None
         other_inputs: list[Any] = [tokens, data.prompt_key, data.answer_key, max_samples]
-        other_inputs += [_need_answer(reward.functions), verifier, _wanted(reward, env).as_json(), env.classes]
+        other_inputs += [_need_answer(reward.functions), verifier, _wanted(reward, env).as_json()]
+        needed = [f"{label} {name}" for label, reset in reset_arguments(env).items() for name in reset.needed]
+        other_inputs += [[*env.classes, *needed]]
         other_inputs += [data.system_prompt, data.apply_chat_template_kwargs, data.last_turn_as_answer]
 
         def read() -> Iterator[Row]:
@@ -173,16 +179,21 @@ def _read(data: DataConfig, reward: RewardConfig, env: EnvConfig, sources: list[
 
 def _wanted(reward: RewardConfig, env: EnvConfig) -> WantedColumns:
     wanted = WantedColumns.of(reward)
-    return replace(wanted, reads_all=True) if env.used else wanted
+    if not env.used:
+        return wanted
+    named = [name for reset in reset_arguments(env).values() for name in reset.named]
+    return replace(wanted, reads_all=True, named=wanted.named.union(named))
 
 
 def _rows(data: DataConfig, reward: RewardConfig, env: EnvConfig, records: Iterable[CustomRecord]) -> Iterator[Row]:
     rewards, wanted, need_answer = reward.functions, _wanted(reward, env), _need_answer(reward.functions)
+    resets = reset_arguments(env)
     for index, (label, where, given) in enumerate(records):
         record = with_last_turn_as_answer(given, where, data) if data.last_turn_as_answer else given
         row = parse_row(record, index, where, label, data, need_answer)
         _check_reward_fits(rewards, row)
         check_row(env, record, where)
+        check_reset(env, resets, record, row.extra_info, where)
         row = replace(row, columns=wanted.of_record(record, data.prompt_key, where))
         yield with_system_prompt(row, data.system_prompt)
 

@@ -3,8 +3,9 @@
 import ast
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf.config.agent_command import split_command
@@ -13,7 +14,11 @@ from rlhf.config.user_functions import ENV_CLASSES, find_class, split_spec
 from rlhf.environments.definition import NO_TOOLS
 from rlhf.environments.host_handle import Host
 from rlhf.errors import UserError, did_you_mean, nearest
+from rlhf.reward.signature import Signature
 
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+ALWAYS = ("seed", "prompt", "data_source", "ground_truth")
+"""Arguments of `reset` that every row has."""
 COLUMN = "environment"
 """Column of the data that names the class of a row, if `env.classes` has several."""
 
@@ -44,8 +49,37 @@ def check_environments(config: EnvConfig) -> None:
             raise UserError(f"env.writable={config.writable}: {folder} is not a folder. Create it, or remove it here.")
 
 
+@dataclass(frozen=True)
+class ResetArguments:
+    """The parameters of a class's `reset`, read from its file."""
+
+    shown: str
+    """The setting and the class, for messages."""
+    named: tuple[str, ...]
+    needed: tuple[str, ...]
+    """Parameters in `named` without a default."""
+
+
+def reset_arguments(config: EnvConfig) -> dict[str, ResetArguments]:
+    """Return the parameters by class name, without the classes whose `reset` is inherited, decorated or imported."""
+    found = {}
+    for spec, label in zip(config.classes, labels_of(config), strict=True):
+        made = find_class(ENV_CLASSES, spec)
+        if made is None or made.decorator_list:
+            continue
+        for node in made.body:
+            if isinstance(node, FUNCTIONS) and node.name == "reset" and not node.decorator_list:
+                signature = Signature.of_definition(node)
+                own = [each.arg for each in [*node.args.posonlyargs, *node.args.args]][:1]  # self
+                named, needed = (
+                    tuple(name for name in names if name not in own) for names in (signature.named, signature.required)
+                )
+                found[label] = ResetArguments(f"{ENV_CLASSES}={spec}", named, needed)
+    return found
+
+
 def _check_class(shown: str, found: ast.ClassDef) -> None:
-    methods = [node for node in found.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    methods = [node for node in found.body if isinstance(node, FUNCTIONS)]
     names = [method.name for method in methods]
     if found.decorator_list:
         return  # a decorator may add methods
@@ -55,6 +89,12 @@ def _check_class(shown: str, found: ast.ClassDef) -> None:
             "reset(self, **row), which begins an episode."
         )
     for method in methods:
+        by_position = Signature.of_definition(method).positional[1:]  # without self
+        if method.name == "reset" and not method.decorator_list and by_position:
+            raise UserError(
+                f"{shown}: reset takes {', '.join(by_position)} by position only, but is called by keyword. "
+                "Remove the /."
+            )
         if method.name.startswith("_") or method.name in NO_TOOLS or method.decorator_list:
             continue
         arguments = method.args
@@ -82,6 +122,32 @@ def check_row(config: EnvConfig, record: dict[str, object], where: str) -> None:
     raise UserError(
         f"{where}: {COLUMN}={record[COLUMN]!r} is none of {', '.join(labels)} ({ENV_CLASSES}).{near} Correct the row."
     )
+
+
+def check_reset(
+    config: EnvConfig,
+    resets: Mapping[str, ResetArguments],
+    record: Mapping[str, object],
+    more: Collection[str],
+    where: str,
+) -> None:
+    """Raise UserError if the `reset` of a row's class has a parameter without a default that the row does not give.
+
+    Args:
+        resets: of `reset_arguments`.
+        record: the row's columns.
+        more: names in the row's `extra_info`, which `reset` receives, too.
+    """
+    label = str(record.get(COLUMN)) if len(config.classes) > 1 else next(iter(resets), "")
+    if label not in resets:
+        return
+    for name in resets[label].needed:
+        if name not in record and name not in more and name not in ALWAYS:
+            raise UserError(
+                f"{where}: {resets[label].shown}: reset takes {name}, but the row has no column {name}. Its columns: "
+                f"{', '.join(record) or 'none'}.{did_you_mean(nearest(name, [*record, *more]))} Rename a column to "
+                f"{name}, or give the parameter {name} a default."
+            )
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,9 +14,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.config import Config, DataConfig, ReasoningGymConfig, RewardConfig, TrainerConfig
+from rlhf.config import Config, DataConfig, EnvConfig, ReasoningGymConfig, RewardConfig, TrainerConfig
 from rlhf.data import build_train_set, build_val_set, check_sources
 from rlhf.errors import UserError
+from tests.support.refusals import says, user_error
 
 VERL = {
     "data_source": "gsm",
@@ -162,6 +164,62 @@ def test_a_missing_column_of_a_reward_function_names_row_and_column(tmp_path, to
         jsonl(tmp_path / "t.jsonl", PLAIN | {"level": 1}, PLAIN), function=f"{tmp_path}/rewards.py:named"
     )
     fails(config, tokenizer, "t.jsonl line 2", checked=False)
+
+
+ENVIRONMENTS = """
+class Shop:
+    def reset(self, budget, *, colour, seed, prompt, data_source, ground_truth, note=None): ...
+class Asks:
+    def reset(self, /, question: str, **row): ...
+class Free:
+    def reset(self, **row): ...
+"""
+
+
+def env_of(folder: Path, *names: str) -> EnvConfig:
+    (folder / "envs.py").write_text(ENVIRONMENTS)
+    return EnvConfig(classes=[f"{folder}/envs.py:{name}" for name in names])
+
+
+def test_a_missing_column_of_a_reset_is_found_before_the_models_load(tmp_path, tokenizer):
+    """Such a run failed all samples of its first step, with a traceback and advice on slow environments."""
+    row = PLAIN | {"budget": 3, "color": "red"}
+    config, env = config_of(jsonl(tmp_path / "t.jsonl", row)), env_of(tmp_path, "Shop")
+    for check in (partial(check_sources, env=env), partial(build_train_set, tokenizer=tokenizer, env=env)):
+        message = user_error(check, *sections(config))
+        says(message, f"t.jsonl line 1: env.classes={tmp_path}/envs.py:Shop: reset takes colour, but the row has no")
+        says(message, "Its columns: prompt, answer, budget, color.", "Did you mean color?", "give the parameter colour")
+    full = PLAIN | {"budget": 3, "extra_info": {"colour": "red"}}
+    check_sources(*sections(config_of(jsonl(tmp_path / "t.jsonl", full))), env)
+    config = config_of(jsonl(tmp_path / "t.jsonl", full), jsonl(tmp_path / "v.jsonl", row))
+    says(user_error(check_sources, *sections(config), env), "v.jsonl line 1", "colour")
+    config = config_of([jsonl(tmp_path / "t.jsonl", full), jsonl(tmp_path / "u.jsonl", full, row)])
+    says(user_error(check_sources, *sections(config), env), "u.jsonl line 2", "colour")
+
+
+def test_each_row_needs_the_columns_of_its_own_class(tmp_path):
+    env = env_of(tmp_path, "Shop", "Free")
+    free, shop = (PLAIN | {"environment": name} for name in ("Free", "Shop"))
+    check_sources(*sections(config_of(jsonl(tmp_path / "t.jsonl", free))), env)
+    message = user_error(check_sources, *sections(config_of(jsonl(tmp_path / "t.jsonl", free, shop))), env)
+    says(message, "line 2", "Shop: reset takes budget")
+
+
+def test_a_reset_receives_the_prompt_by_the_name_of_its_column(tmp_path, tokenizer):
+    path = jsonl(tmp_path / "t.jsonl", {"question": "2 + 2", "answer": "4"})
+    config = config_of(path, prompt_key="question")
+    rows = build_train_set(*sections(config), tokenizer, env=env_of(tmp_path, "Asks"))
+    assert rows[0].columns["question"] == "2 + 2"
+
+
+def test_generated_problems_lack_columns_before_the_models_load(tmp_path):
+    config = config_of(reward="reasoning_gym")
+    check_sources(*sections(config), env_of(tmp_path, "Asks"))
+    says(user_error(check_sources, *sections(config), env_of(tmp_path, "Shop")), "reset takes budget", "none")
+    says(user_error(check_sources, *sections(config), env_of(tmp_path, "Free", "Asks")), "no column environment")
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    config = config_of(function=f"{tmp_path}/rewards.py:named")
+    says(user_error(check_sources, *sections(config)), "named takes level", "none")
 
 
 def test_missing_file_names_the_nearest(tmp_path, tokenizer):

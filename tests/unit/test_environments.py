@@ -36,6 +36,7 @@ WRONG = {
     "class E:\n    def begin(self): pass\n" + TOOL: ("E", "reset"),
     "class E:\n    def reset(self, **row): pass\n    def look(self, at):\n        'Look.'\n": ("look", "at", "type"),
     "class E:\n    def reset(self, **row): pass\n    def look(self, at: int): pass\n": ("look", "docstring"),
+    "class E:\n    def reset(self, at, /): pass\n" + TOOL: ("reset takes at by position only", "Remove the /"),
     "def E(): pass\n": ("E", "class"),
     "class F: pass\n": ("E",),
 }
