@@ -226,6 +226,27 @@ def test_arguments_of_the_reward_function_are_kept(section: str, tmp_path: Path)
     assert composed(text, tmp_path).reward.kwargs == {"bonus": 0.5, "of": {"a": [1, 2]}}
 
 
+@pytest.mark.parametrize("given", ["reward_model.model.path: judge", "reward.reward_model.model_path: judge"])
+def test_verls_reward_model_scores_alone(given: str, tmp_path: Path) -> None:
+    section = given.partition(".model")[0]
+    text = translated(f"{VERL}{section}.enable: true\n{given}\n", tmp_path)
+    assert "verifier" not in text
+    config = composed(text, tmp_path)
+    assert config.reward.functions == ["reward_model"]
+    assert config.reward_model.path == "judge"
+
+
+def test_a_function_beside_verls_reward_model_scores_alone_and_the_model_is_listed(tmp_path: Path) -> None:
+    model = "reward_model.enable: true\nreward_model.model.path: judge\nreward_model.rollout.name: vllm\n"
+    text = translated(f"{VERL}{model}custom_reward_function.path: mine.py\n", tmp_path)
+    config = composed(text, tmp_path)
+    assert config.reward.functions == ["mine.py:compute_score"]
+    assert config.reward_model.path is None
+    comments = text.partition("# Not translated:")[2]
+    assert "reward_model.model.path=judge: " in comments
+    assert "reward.functions=[reward_model]" in comments
+
+
 def test_sequence_parallelism_has_no_equivalent(tmp_path: Path) -> None:
     name = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
     text = translated(f"{VERL}{name}: 8\n", tmp_path)

@@ -101,23 +101,14 @@ def _rewards(theirs: Theirs, recipe: Recipe) -> None:
     if not path:
         recipe.needless += theirs.drop(*names)
     name = theirs.take(*names) or "compute_score"
-    functions = [f"{path}:{name}"] if path else ["math_verify"]
-    if not path:
+    judged = _reward_model(theirs, recipe, f"{path}:{name}" if path else None)
+    if not path and not judged:
         recipe.lose(
             "custom_reward_function.path",
             None,
             "verl chooses its verifier by data_source; check that reward.functions=[math_verify] fits your data.",
         )
-    enabled = theirs.take("reward_model.enable", "reward.reward_model.enable")
-    models = ("reward_model.model.path", "reward.reward_model.model_path")
-    model = theirs.take(*models)
-    if enabled:
-        functions.append("reward_model")
-        recipe.set("reward_model.path", model, "reward_model.model.path")
-    else:
-        for section in ("reward.reward_model.", "reward_model.model.", "reward_model.rollout."):
-            recipe.needless += theirs.take_section(section)
-        recipe.needless += [model_name for model_name in models if model_name in theirs.given and model is not None]
+    functions = [f"{path}:{name}"] if path else ["reward_model"] if judged else ["math_verify"]
     recipe.set("reward.functions", functions, "custom_reward_function.path")
     if arguments := _reward_arguments(theirs, sections):
         recipe.set("reward.kwargs", arguments, "custom_reward_function.reward_kwargs")
@@ -139,6 +130,31 @@ def _rewards(theirs: Theirs, recipe: Recipe) -> None:
         recipe.lose("reward_manager", manager, "reward.functions does the work of verl's reward managers.")
     elif manager is not None:
         recipe.needless += managers
+
+
+def _reward_model(theirs: Theirs, recipe: Recipe, function: str | None) -> bool:
+    """Set the path of verl's reward model, and return whether the model scores.
+
+    verl never adds scores: a reward model replaces the verifier, and a `function` of the user replaces both (verl's
+    managers before the reward loop took the model's score alone).
+    """
+    enabled = theirs.take("reward_model.enable", "reward.reward_model.enable")
+    models = ("reward_model.model.path", "reward.reward_model.model_path")
+    model = theirs.take(*models)
+    if enabled and function is None:
+        recipe.set("reward_model.path", model, models[0])
+        return True
+    for section in ("reward.reward_model.", "reward_model.model.", "reward_model.rollout."):
+        recipe.needless += theirs.take_section(section)
+    if enabled:
+        why = (
+            f"the recipe has reward.functions=[{function}] alone, which cannot call verl's reward model. For the "
+            "model's score alone, set reward.functions=[reward_model] and reward_model.path."
+        )
+        recipe.lose(models[0], model, why)
+    else:
+        recipe.needless += [name for name in models if name in theirs.given and model is not None]
+    return False
 
 
 def _reward_arguments(theirs: Theirs, sections: Sequence[str]) -> dict[str, Any]:
