@@ -215,6 +215,28 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
     ("verl", {"model.lora_rank": 4}, {"model.lora.alpha": 16}, []),
     (
         "verl",
+        {"critic.optim.lr_warmup_steps": 10},
+        {
+            f"{role}.optim.{name}": value
+            for role in ("actor", "critic")
+            for name, value in (("decay_norm_and_bias", True), ("lr_scheduler_interval", "training_step"))
+        },
+        [],
+    ),
+    (
+        "verl",
+        {"actor.optim.weight_decay": 0, "critic.optim.weight_decay": 0.0},
+        {"actor.optim.decay_norm_and_bias": "missing", "critic.optim.decay_norm_and_bias": "missing"},
+        [],
+    ),
+    (
+        "verl",
+        {"algorithm.adv_estimator": "grpo"},
+        {"actor.optim.decay_norm_and_bias": True, "critic.optim.decay_norm_and_bias": "missing"},
+        [],
+    ),
+    (
+        "verl",
         {"algorithm.filter_groups.enable": True},
         {"algorithm.filter_groups.metric": "seq_reward"},
         ["algorithm.filter_groups.max_num_gen_batches=0"],

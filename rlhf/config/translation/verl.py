@@ -209,6 +209,8 @@ def _adapters(theirs: Theirs, recipe: Recipe) -> None:
 def _schedule(theirs: Theirs, recipe: Recipe) -> None:
     for role in ("actor", "critic"):
         of_optim = f"{role}.optim."
+        if theirs.left.get(f"{of_optim}weight_decay") == 0:
+            recipe.needless += theirs.drop(f"{of_optim}decay_norm_and_bias")  # an error here without a decay
         steps, share = theirs.number(f"{of_optim}lr_warmup_steps"), theirs.number(f"{of_optim}lr_warmup_steps_ratio")
         recipe.needless += theirs.drop(f"{of_optim}total_training_steps")
         if steps is not None and steps >= 0:
