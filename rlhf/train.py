@@ -6,6 +6,7 @@ if __name__ == "__main__":
     command.begin()
 
 import argparse
+import inspect
 import sys
 from functools import partial
 from types import ModuleType
@@ -72,6 +73,10 @@ class _Callable(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Callable
+# For `help(rlhf.train)` and a notebook's `rlhf.train?`, which would describe the command and its modules.
+__all__ = ["train"]
+__doc__ = train.__doc__ or ""
+__signature__ = inspect.signature(train)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """`rlhf.train` as a function: each mistake in a call raises one message before anything starts."""
 
+import inspect
+import pydoc
 import subprocess
 import sys
 from functools import partial
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import rlhf
+import rlhf.api
 import rlhf.train
 from rlhf.api import check_inputs, file_and_name
 from rlhf.config import Config, RewardConfig, TrainerConfig
@@ -163,3 +166,12 @@ def test_loading_a_function_from_a_script_without_main_guard_is_an_error(tmp_pat
 def test_importing_rlhf_does_not_import_torch():
     code = "import sys, rlhf; rlhf.train; rlhf.UserError; rlhf.RunEnded; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_help_describes_the_function_and_not_the_command() -> None:
+    assert rlhf.train.__doc__ == rlhf.api.train.__doc__
+    assert inspect.signature(rlhf.train) == inspect.signature(rlhf.api.train)
+    text = pydoc.plain(pydoc.render_doc(rlhf.train))
+    assert "train(overrides: collections.abc.Sequence[str] = (), *, reward:" in text.replace("\n        ", " ")
+    assert "RunEnded: the run ended" in text
+    assert "main(" not in text
