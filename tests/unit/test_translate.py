@@ -12,6 +12,7 @@ from rlhf.config import Config
 from rlhf.config.known_settings import SETTINGS, setting_of
 from rlhf.config.library import Library
 from rlhf.config.names.other_trainers import other_trainers
+from rlhf.config.rules.validate import validate
 from rlhf.config.translation.foreign_file import of_arguments, trainer_of
 from rlhf.config.translation.shell_script import words_of
 from rlhf.config.translation.to_recipe import defaults_of, translate
@@ -245,6 +246,12 @@ def test_a_function_beside_verls_reward_model_scores_alone_and_the_model_is_list
     comments = text.partition("# Not translated:")[2]
     assert "reward_model.model.path=judge: " in comments
     assert "reward.functions=[reward_model]" in comments
+
+
+def test_a_recipe_from_trl_with_vllm_also_runs_with_the_embedded_engine(tmp_path: Path) -> None:
+    text = recipe_of(FOREIGN / "trl_vllm.yaml")
+    composed(text, tmp_path)
+    validate(compose_config(["recipes=foreign", "rollout=embedded"], Library.find(tmp_path)))
 
 
 def test_sequence_parallelism_has_no_equivalent(tmp_path: Path) -> None:

@@ -189,7 +189,9 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
         ["max_prompt_length=None"],
     ),
     ("trl", {"max_prompt_length": 64}, {"data.max_prompt_length": 64, "data.overlong_prompts": "left"}, []),
-    ("trl", {"use_vllm": True}, {"rollout.sleep_level": 0}, []),
+    ("trl", {"use_vllm": True}, {"rollout.sleep_level": "missing"}, []),
+    ("trl", {"use_vllm": True, "vllm_enable_sleep_mode": False}, {"rollout.sleep_level": 0}, []),
+    ("trl", {"use_vllm": True, "vllm_enable_sleep_mode": True}, {"rollout.sleep_level": 2}, []),
     ("trl", {"delta": 2.0}, {"actor.clip_ratio_c": 2.0}, []),
     (
         "trl",

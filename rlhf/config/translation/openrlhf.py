@@ -3,6 +3,7 @@
 from rlhf.config.algorithm_table import ALGORITHMS, ESTIMATORS
 from rlhf.config.translation.openrlhf_training import adapters, correction, optimizer, share_between_optimizers
 from rlhf.config.translation.recipe import NO_DUAL_CLIP, Recipe, Theirs
+from rlhf.config.translation.verl import set_sleep
 
 ALGORITHM = {
     "gae": "ppo",
@@ -186,8 +187,7 @@ def _engine(theirs: Theirs, recipe: Recipe) -> None:
     if not (shared and engines):
         recipe.needless += theirs.drop("vllm_enable_sleep", "vllm.enable_sleep")
     else:
-        sleeps = theirs.take("vllm_enable_sleep", "vllm.enable_sleep")
-        recipe.set("rollout.sleep_level", 2 if sleeps else 0, "vllm.enable_sleep")
+        set_sleep(theirs.take("vllm_enable_sleep", "vllm.enable_sleep"), "vllm.enable_sleep", recipe)
     if theirs.take("deepspeed_enable_sleep", "ds.enable_sleep"):
         recipe.set("actor.fsdp_config.optimizer_offload", True, "ds.enable_sleep")
     if theirs.take("async_train", "train.async_enable"):

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from rlhf.config.translation.recipe import NO_DUAL_CLIP, Recipe, Theirs
-from rlhf.config.translation.verl import set_loggers
+from rlhf.config.translation.verl import set_loggers, set_sleep
 
 AGGREGATIONS = {
     "grpo": "seq-mean-token-mean",
@@ -157,8 +157,7 @@ def _engine(theirs: Theirs, recipe: Recipe) -> None:
     mode = theirs.text("vllm_mode")
     if mode == "colocate":
         recipe.groups["rollout"] = "vllm"
-        sleeps = theirs.take("vllm_enable_sleep_mode")
-        recipe.set("rollout.sleep_level", 2 if sleeps else 0, "vllm_enable_sleep_mode")
+        set_sleep(theirs.take("vllm_enable_sleep_mode"), "vllm_enable_sleep_mode", recipe)
         recipe.needless += theirs.take_section("vllm_server_")
     else:
         recipe.groups["rollout"] = "vllm_server"

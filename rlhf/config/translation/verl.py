@@ -180,9 +180,7 @@ def _engine(theirs: Theirs, recipe: Recipe) -> None:
     else:
         recipe.groups["rollout"] = "vllm"
         recipe.lose("rollout.name", name, "rollout=vllm is the engine on the trainer's devices.")
-    sleeps = theirs.take("rollout.free_cache_engine")
-    if sleeps is not None:
-        recipe.set("rollout.sleep_level", 2 if sleeps else 0, "rollout.free_cache_engine")
+    set_sleep(theirs.take("rollout.free_cache_engine"), "rollout.free_cache_engine", recipe)
     recipe.needless += theirs.drop("rollout.prompt_length", "rollout.response_length")
     recipe.needless += theirs.drop("ref.strategy", "critic.strategy", "ref.fsdp_config.strategy")
     strategies = [name for name in ("actor.strategy", "actor.fsdp_config.strategy") if name in theirs.given]
@@ -242,3 +240,10 @@ def set_loggers(wanted: Sequence[str], name: str, recipe: Recipe) -> None:
     for logger in wanted:
         if logger not in (*LOGGERS, "none", "all"):
             recipe.lose(name, logger, f"the trackers here are {', '.join(LOGGERS)}.")
+
+
+def set_sleep(sleeps: bool | None, name: str, recipe: Recipe) -> None:
+    """Set `rollout.sleep_level` for the other trainer's `name`. None (not in the file) sets nothing: sleep changes no
+    result, and a recipe with `sleep_level=0` would end a rehearsal with rollout=embedded by an error."""
+    if sleeps is not None:
+        recipe.set("rollout.sleep_level", 2 if sleeps else 0, name)
