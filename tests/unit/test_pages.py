@@ -55,6 +55,13 @@ def test_the_site_lists_every_page():
     assert sorted(listed) == sorted(set(pages) - {"index"})
 
 
+def test_pages_save_python_files_under_different_names():
+    """A reader of two pages works in one folder."""
+    names = [name for page in PAGES for name in re.findall(r"<!-- file: (\S+\.py) -->", page.read_text())]
+    assert len(names) > 1
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_tables_are_whole():
     """A blank line or a missing cell in a table breaks its rendering."""
     broken = []
