@@ -135,8 +135,8 @@ def _inputs(setup: Setup, scratch: Path) -> RunInputs:
     )
     if coordinator.is_leader and trainer.save_freq == 0:
         log.warning(
-            "trainer.save_freq=0: no checkpoint is saved, so the trained model is lost at the end, and a restart after "
-            "a crash begins at step 0. Set trainer.save_freq=N, which also saves the last step."
+            "trainer.save_freq=0: no checkpoint is saved, so the trained model is lost at the end. Set "
+            "trainer.save_freq=N, which also saves the last step."
         )
     if coordinator.is_leader and len(train_set) < data.train_batch_size:
         log.warning(

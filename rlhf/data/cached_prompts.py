@@ -27,7 +27,7 @@ from rlhf.storage.files import make_dir, write_small
 CHUNK = 4 << 20
 SETTLED_NS = 2_000_000_000
 """Once a file's last change is this old, another change certainly gives the file another timestamp."""
-FORMAT = 3
+FORMAT = 4
 LARGE = 1 << 20
 """Cache the prompts of at least this many bytes of files. Smaller files tokenize in less time than Arrow imports."""
 READERS = ("transformers", "tokenizers", "jinja2", "pyarrow")

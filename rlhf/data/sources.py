@@ -25,6 +25,7 @@ from rlhf.environments.class_checks import check_reset, check_row, reset_argumen
 from rlhf.errors import UserError
 from rlhf.reward import WantedColumns
 from rlhf.reward.code_tests import FORMS, read_tests
+from rlhf.reward.signature import PROMPT
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +182,8 @@ def _wanted(reward: RewardConfig, env: EnvConfig) -> WantedColumns:
     wanted = WantedColumns.of(reward)
     if not env.used:
         return wanted
-    named = [name for reset in reset_arguments(env).values() for name in reset.named]
+    # `prompt` keeps its place as the last column: the order is a part of the prompts' fingerprint.
+    named = [name for reset in reset_arguments(env).values() for name in reset.named if name != PROMPT]
     return replace(wanted, reads_all=True, named=wanted.named.union(named))
 
 

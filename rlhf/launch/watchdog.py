@@ -52,7 +52,8 @@ class Watchdog:
     def __init__(self, trainer: TrainerConfig, save_timeout_s: float) -> None:
         self._trainer, self._save_timeout_s = trainer, save_timeout_s
         self._longest: dict[str, float] = {}
-        self._seen: Counter[str] = Counter()
+        # By rank: the first evaluation of eight ranks is one occurrence.
+        self._seen: Counter[tuple[int, str]] = Counter()
         self._loops: dict[int, _Place] = {}
         self._saves: dict[int, _Place] = {}
         self._watched = 0.0
@@ -70,7 +71,7 @@ class Watchdog:
         place = self._loops[rank]
         if (event, stamp) == (place.event, place.stamp):
             return
-        self._seen[place.event] += 1
+        self._seen[rank, place.event] += 1
         self._longest[place.event] = max(self._longest.get(place.event, 0.0), self._watched - place.since)
         self._loops[rank] = _Place(event, stamp, self._watched)
 
@@ -100,17 +101,17 @@ class Watchdog:
         self._last_look = now
 
     def _late(self, rank: int, place: _Place, *, save: bool) -> Overdue | None:
-        deadline_s, origin = self._deadline(place.event)
+        deadline_s, origin = self._deadline(rank, place.event)
         seconds = self._watched - place.since
         return Overdue(rank, place.event, seconds, deadline_s, origin, save) if seconds > deadline_s else None
 
-    def _deadline(self, event: str) -> tuple[float, str]:
+    def _deadline(self, rank: int, event: str) -> tuple[float, str]:
         t = self._trainer
         if event.startswith(SAVES):
             return self._save_timeout_s, "checkpoint.timeout_s"
         if event != STARTING and t.watchdog_timeout_s is not None:
             return t.watchdog_timeout_s, "trainer.watchdog_timeout_s"
-        if event == STARTING or self._seen[event] < LEARN_AFTER:
+        if event == STARTING or self._seen[rank, event] < LEARN_AFTER:
             return t.watchdog_first_timeout_s, "trainer.watchdog_first_timeout_s"
         longest = self._longest[event]
         return max(SHORTEST_S, FACTOR * longest), f"learned: it took {longest:.3g} s at most"

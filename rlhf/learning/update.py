@@ -80,8 +80,8 @@ def update(
 
     The loss of a mini-batch is aggregated over all ranks, so the split into micro-batches and ranks changes neither
     loss nor gradient (up to rounding). Without a token that counts, the gradient is 0 and the optimizer still steps, as
-    in verl and TRL: weights decay, and the schedule counts the step (`empty_mini_batches`). Such a step has no other
-    metrics but `grad_norm` and `lr`. If `guards` reject a mini-batch, the update drops its gradient and ends.
+    in verl and TRL: weights decay, and the schedule counts the step (`empty_mini_batches`), which has no terms of the
+    loss; without response tokens, only `grad_norm` and `lr`. A mini-batch that `guards` reject ends the update.
 
     Args:
         batch: this rank's samples.

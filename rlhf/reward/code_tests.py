@@ -30,9 +30,11 @@ FORMS = (
     "Python code with assert, a list of such codes (MBPP's test_list), {inputs: [...], outputs: [...]} with an "
     "optional fn_name (APPS, TACO), a list of {input, output}, or one of these as JSON"
 )
-_FENCED = re.compile(r"^([ \t]*)```[^\n`]*\n(.*?)(?:^\1 {0,3}```|(?<=\S)```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
-"""A block begins with a fence at the start of a line. It ends with a fence at the start of a line, which may be three
-spaces further right, or at the end of a line. Other backticks are parts of the program or of prose."""
+_FENCED = re.compile(
+    r"^([ \t]*+)[^\n`]*+```+[^\n`]*\n(.*?)(?:^(?:\1)? {0,3}```+|(?<=\S)```+[ \t]*$|\Z)", re.DOTALL | re.MULTILINE
+)
+"""A block begins with the only backticks of a line. It ends with a fence that begins a line, at most three spaces from
+the margin or from the first fence, or that ends a line. Other backticks are parts of the program or of prose."""
 _LONGEST_OUTPUT = 10 << 20
 _PASSED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 """Environment variables of this process that programs get."""
@@ -99,7 +101,8 @@ def _test(given: Any) -> CodeTest:
         return CodeTest(stdin=_lines(stdin), output=_lines(output))
     if not (isinstance(name, str) and name.isidentifier()):
         raise ValueError(f"fn_name={name!r} is not the name of a function")
-    arguments = [json.loads(line) for line in stdin.splitlines()] if isinstance(stdin, str) else stdin
+    # Only at line feeds: JSON texts may contain the other line breaks of `splitlines`.
+    arguments = [json.loads(line) for line in stdin.split("\n") if line.strip()] if isinstance(stdin, str) else stdin
     expected = [output]
     if isinstance(output, str):
         with contextlib.suppress(ValueError):
@@ -121,7 +124,9 @@ def program_of(response: str) -> str:
     if not blocks:
         return response
     indent, program = blocks[-1]
-    return re.sub(f"^{indent}", "", program, flags=re.MULTILINE)
+    lines = program.split("\n")
+    indented = all(line.startswith(indent) for line in lines if line.strip())
+    return "\n".join(line.removeprefix(indent) for line in lines) if indented else program
 
 
 def code_tests(item: RewardItem, seconds: float) -> Score:
@@ -129,8 +134,8 @@ def code_tests(item: RewardItem, seconds: float) -> Score:
 
     `tests_passed` is the share of tests that passed; `tests_late` is 1 if the time was over before all tests had ended,
     which depends on the machine's load. Programs have the confinement of this process, but neither its environment nor
-    its memory. A program can still cheat a test in code, by changing Python or reading its own file. It cannot know the
-    output that a test with `output` expects.
+    its memory. A program can still cheat a test in code, by changing Python or reading its own file, and any
+    test by reading a data file that this process may read.
     """
     deadline = time.monotonic() + seconds
     tests, program = read_tests(item.ground_truth), program_of(item.answer)

@@ -59,7 +59,7 @@ class Findings:
         return any((one_reward, self._equal_groups, self._rejected, self._no_gradient))
 
     def texts(self) -> list[str]:
-        """Return a sentence for each finding; most sentences name a command or file to look at."""
+        """Return a sentence for each finding, the reasons of `nothing_learned` first. Most name a command or a file."""
         found = []
         if self._one_reward and self._reward is not None:
             what = f"the reward never changed: it was {self._reward:g} for each sample {self._one_reward}"
@@ -69,6 +69,10 @@ class Findings:
                 f"every group had equal rewards {self._equal_groups}: nothing was learned from comparing samples; "
                 f"{SAMPLES}"
             )
+        if self._rejected:
+            found.append(f"the guards rejected the batch {self._rejected}: the policy did not change; see run.log")
+        elif self._no_gradient:
+            found.append(f"the gradient was 0 {self._no_gradient}: no reward changed the policy")
         if self._failures or self._timeouts:
             found.append(
                 f"reward functions failed {self._failures:,} times and timed out {self._timeouts:,} times; see run.log"
@@ -78,8 +82,4 @@ class Findings:
                 f"all responses were truncated at data.max_response_length {self._truncated}; {SAMPLES}, or raise "
                 "the limit"
             )
-        if self._rejected:
-            found.append(f"the guards rejected the batch {self._rejected}: the policy did not change; see run.log")
-        elif self._no_gradient:
-            found.append(f"the gradient was 0 {self._no_gradient}: no reward changed the policy")
         return found

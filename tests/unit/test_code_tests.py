@@ -44,6 +44,7 @@ def confined(responses, tests, **settings):
         ("def bits(a):\n    return format(a, 'b')\n", {"fn_name": "bits", "inputs": ["5"], "outputs": ['"101"']}),
         (SUMS, {"inputs": ["1 2\n", ["3 4"]], "outputs": ["3\n", ["7"]]}),
         ("def f():\n    return float('inf')\n", {"fn_name": "f", "inputs": [[]], "outputs": ["Infinity"]}),
+        ("def same(a):\n    return a\n", {"fn_name": "same", "inputs": ['"a\u2028b"\n'], "outputs": ['"a\u2028b"']}),
         (SUMS, json.dumps([{"input": "1 2", "output": "3"}])),
         ("if __name__ == '__main__':\n    print(1 / 3)\n", [{"input": "", "output": "0.33333334"}]),
     ],
@@ -58,6 +59,23 @@ def test_the_last_block_is_the_program_and_a_text_without_a_block_is_one_too():
     assert program_of("```python\ncut off") == "cut off"
     assert program_of("x = 1") == "x = 1"
     assert program_of("```python\nx = 1```\nDone.") == "x = 1"
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        " ```python\n{}```\nThis adds one.",
+        " ```python\n{}```",
+        "Solution:\n  ```python\n{}```\n",
+        "<answer>```python\n{}```</answer>",
+        "</think>```python\n{}```",
+        "Here is the code: ```python\n{}```\nIt works.",
+        "````python\n{}````",
+    ],
+)
+def test_fences_after_blanks_tags_and_prose(response):
+    program = "def f(x):\n    return x + 1\n"
+    assert program_of(response.format(program)) == program
 
 
 @pytest.mark.parametrize(

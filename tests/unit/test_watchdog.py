@@ -89,6 +89,16 @@ def test_a_phase_seen_too_rarely_has_the_first_deadline():
     assert (late.deadline_s, late.origin) == (3600.0, "trainer.watchdog_first_timeout_s")
 
 
+def test_one_occurrence_on_many_ranks_is_one_occurrence():
+    """Longer answers in the second evaluation were called a hang, again after each restart."""
+    machine = Machine(8)
+    for seconds in (70, 420):
+        machine.loop(10)
+        machine.event("evaluation.before")
+        assert machine.wait(seconds) == []
+        machine.event("evaluation.after")
+
+
 def test_slow_evaluations_raise_no_alarm():
     machine = Machine()
     for _ in range(5):
