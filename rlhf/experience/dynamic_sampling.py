@@ -80,15 +80,17 @@ class DynamicSampling:
             rounds += 1
             fresh = self.source.groups(drawn, stats, step)
             kept = kept + [group for group in fresh if group.has_signal(metric)]
-            # Keep only the newest `wanted` groups without signal, because on_limit=fill uses no more.
-            dropped = (dropped + [group for group in fresh if not group.has_signal(metric)])[-wanted:]
+            # Keep only the newest `wanted` groups without signal, because on_limit=fill uses no more. A group whose
+            # every sample failed has no reward: a batch of such groups ended the step with a KeyError.
+            spare = [group for group in fresh if not group.has_signal(metric) and any(group.has_score)]
+            dropped = (dropped + spare)[-wanted:]
             uids = uids_everywhere(kept, self.coordinator)
         chosen = set(uids[:wanted])
         missing = wanted - len(chosen)
         if missing:
-            spare = uids_everywhere(dropped, self.coordinator)
-            self._check_limit(step, len(uids), len(spare), len(carried))
-            chosen |= set(spare[-missing:])
+            others = uids_everywhere(dropped, self.coordinator)
+            self._check_limit(step, len(uids), len(others), len(carried))
+            chosen |= set(others[-missing:])
         left = [group for group in kept if group.uid not in chosen]
         self.carried = self._young(left, step + 1)
         expired += len(left) - len(self.carried)
@@ -143,5 +145,6 @@ class DynamicSampling:
         if with_signal + without < wanted:
             raise UserError(
                 f"{facts}. With the {without} prompts without signal, the batch still has too few prompts. Raise "
-                f"max_num_gen_batches or data.gen_batch_size: their product must be at least {wanted}."
+                f"max_num_gen_batches or data.gen_batch_size: their product must be at least {wanted}, "
+                "without the prompts whose environments failed for all samples."
             )
