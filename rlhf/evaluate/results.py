@@ -144,14 +144,18 @@ def store_result(planned: PlannedEvaluation, files: Mapping[str, str]) -> dict[s
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table with a row for each target: step, accuracy, reward, and mean@k, pass@k, maj@k of each source."""
+    """Return a table with a row for each target: step, accuracy, reward, and mean@k, pass@k, maj@k of each source.
+
+    A metric that a result lacks is `-`.
+    """
     rows = source_results([result["metrics"] for result in results])
     columns = list(dict.fromkeys(key for row in rows for key in row))
     several = len({source for source, _ in columns}) > 1
     cells = [["target", "step", "accuracy", "reward", *(" ".join(key) if several else key[1] for key in columns)]]
     for result, row in zip(results, rows, strict=True):
         metrics = result["metrics"]
-        known = [f"{metrics['val/accuracy']:.1%}", f"{metrics['val/reward']:.3f}"]
+        formats = {"val/accuracy": ".1%", "val/reward": ".3f"}
+        known = [format(metrics[name], form) if name in metrics else "-" for name, form in formats.items()]
         values = [f"{row[key]:.3f}" if key in row else "-" for key in columns]
         cells.append([str(result["target"]), str(result["step"]), *known, *values])
     return text_table(cells)

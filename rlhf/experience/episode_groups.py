@@ -1,5 +1,6 @@
 """Converts finished episodes to samples with one prompt per group, computes their rewards, and counts them."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,6 +15,8 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.status import SCORES
 from rlhf.reward import Reward, RewardItem, RewardResult
 from rlhf.rollout import Sample
+
+log = logging.getLogger(__name__)
 
 FAILURE = "environment_failure"
 """Key of a sample's note with the reason why its environment failed."""
@@ -118,3 +121,40 @@ def check_failures(episodes: Sequence[Episode], most: float, coordinator: Coordi
             f"The last failure: {next(filter(None, texts))}\nCorrect the environment, or raise env.timeout_s if it is "
             f"slow{'' if all_failed else ', or env.max_failed'}."
         )
+
+
+def whole_prompts(
+    played: Sequence[Sequence[Episode]], step: int, most: float, coordinator: Coordinator
+) -> tuple[list[int], float]:
+    """Return the indices of this rank's held-out prompts without a failed episode, and the share of failed episodes.
+
+    Collective. The share is over all ranks. The leader logs how many prompts the evaluation leaves out: the rest are
+    no random selection, so the means of two evaluations may differ for this reason alone.
+
+    Raises:
+        UserError: no prompt is left on any rank, although at most the fraction `most` of the episodes failed.
+    """
+    whole = [i for i, group in enumerate(played) if all(episode.phase is Stage.DONE for episode in group)]
+    episodes = [episode for group in played for episode in group]
+    failures = [episode.failures[-1] for episode in episodes if episode.phase is Stage.FAILED]
+    own = len(played), len(whole), len(episodes), len(failures), failures[-1] if failures else ""
+    prompts, left, samples, failed, texts = zip(*coordinator.all_gather(own), strict=True)
+    if sum(failed) and not sum(left):
+        raise UserError(
+            f"The evaluation after step {step} has no prompt left: each of its {sum(prompts)} prompts has a failed "
+            f"sample. The environments of {sum(failed)} of {sum(samples)} samples failed, within "
+            f"env.max_failed={most:g}. The last failure: {next(filter(None, texts))}\nCorrect the environment, raise "
+            f"env.timeout_s if it is slow, or lower rollout.val_kwargs.n={sum(samples) // sum(prompts)}."
+        )
+    share = sum(failed) / sum(samples)
+    if sum(failed) and coordinator.is_leader:
+        log.warning(
+            "Evaluation after step %d: left out %d of %d prompts, because each has a failed sample "
+            "(val/env_failed=%.3g). The last failure: %s",
+            step,
+            sum(prompts) - sum(left),
+            sum(prompts),
+            share,
+            next(filter(None, texts)),
+        )
+    return whole, share

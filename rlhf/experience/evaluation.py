@@ -9,8 +9,13 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.config import TrainerConfig
 from rlhf.data import Prompt, PromptSet
 from rlhf.events import announce
-from rlhf.experience.episode import Stage
-from rlhf.experience.episode_groups import check_failures, function_rewards, with_environment_rewards, with_one_prompt
+from rlhf.experience.episode_groups import (
+    check_failures,
+    function_rewards,
+    whole_prompts,
+    with_environment_rewards,
+    with_one_prompt,
+)
 from rlhf.experience.episodes import Asked, Episodes
 from rlhf.experience.metrics import Summary, merge
 from rlhf.experience.policy_sampler import PolicySampler
@@ -63,19 +68,26 @@ class Evaluator:
         return self.evaluate(step) if due else {}
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return `val/accuracy`, `val/reward`, `validation_metrics` and seconds after `step` steps. Collective."""
+        """Return `val/accuracy`, `val/reward`, `validation_metrics` and seconds after `step` steps. Collective.
+
+        With environments, also `val/env_failed`. The others leave out prompts with a failed episode.
+
+        Raises:
+            UserError: more than `env.max_failed` of the episodes failed, or no prompt is left.
+        """
         assert self.prompts is not None
         started = time.monotonic()
         announce("evaluation.before")
         prompts = [self.prompts[i] for i in range(dims.data().rank, len(self.prompts), dims.data().size)]
+        failed: dict[str, float] = {}
         if self.episodes is not None:
-            responses, scored = self._played(prompts, step)
+            responses, scored, failed["val/env_failed"] = self._played(prompts, step)
         else:
             responses, scored = self._answered(prompts, step)
         check_scored(self.reward, failed_samples(scored), self.coordinator)
         log_timeouts(f"Evaluation after step {step}", self.reward.pop_timeouts(), self.coordinator)
         self.show(shown_answers(responses, scored, self.tokenizer, self.coordinator))
-        metrics = self._metrics(responses, scored)
+        metrics = self._metrics(responses, scored) | failed
         announce("evaluation.after")
         return metrics | {"timing_s/testing": time.monotonic() - started}
 
@@ -87,22 +99,23 @@ class Evaluator:
         self.sampler.sleep()
         return responses, score_responses(self.reward, self.tokenizer, responses)
 
-    def _played(self, prompts: list[Prompt], step: int) -> tuple[Responses, list[list[RewardResult]]]:
-        """Return prompts, samples and rewards of episodes, without prompts with a failed episode."""
+    def _played(self, prompts: list[Prompt], step: int) -> tuple[Responses, list[list[RewardResult]], float]:
+        """Return prompts, samples and rewards of episodes, without prompts with a failed episode. Also return the share
+        of all ranks' episodes that failed."""
         assert self.episodes is not None
         asked = [Asked(prompt.index, prompt, [self.params] * self.n) for prompt in prompts]
         played = self.episodes.play(asked, version=step, step=step)
         self.sampler.sleep()
         config = self.episodes.config
         check_failures([episode for group in played for episode in group], config.max_failed, self.coordinator)
-        whole = [i for i, group in enumerate(played) if all(episode.phase is Stage.DONE for episode in group)]
+        whole, failed = whole_prompts(played, step, config.max_failed, self.coordinator)
         done = [played[i] for i in whole]
         functions = function_rewards(self.reward, self.tokenizer, done)
         responses: Responses = []
         for i, group in zip(whole, done, strict=True):
             prompt_ids, samples = with_one_prompt(group, step)
             responses.append((replace(prompts[i], token_ids=prompt_ids), samples))
-        return responses, with_environment_rewards(functions, done, config.reward_weight)
+        return responses, with_environment_rewards(functions, done, config.reward_weight), failed
 
     def _metrics(
         self, responses: list[tuple[Prompt, list[Sample]]], scored: list[list[RewardResult]]

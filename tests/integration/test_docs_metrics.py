@@ -33,6 +33,8 @@ def judged(data_source, solution_str, ground_truth, extra_info=None):
 """
 OF_A_DEVICE = {"perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb"}
 """Metrics of a CUDA device, which `tests/unit/test_phase_clock.py` tests."""
+OF_ENVIRONMENTS = {"val/env_failed"}
+"""A metric of environments, which `tests/unit/test_failed_episodes.py` tests."""
 
 
 def names_of_the_page() -> list[str]:
@@ -112,7 +114,7 @@ def emitted(runs: dict[str, Path]) -> Iterator[str]:
     timings = {"timing_s/update_actor": 1.0, "timing_s/update_critic": 1.0}
     yield from utilization.metrics(TokenCounts(1, 1, 1), timings)
     yield from FleetLoop(ServersConfig(), {}, RequestSettings([1], {}, 1), Secret("s", "secret"), capacity=1).metrics()
-    yield from OF_A_DEVICE | {"perf/sync_bytes"}
+    yield from OF_A_DEVICE | OF_ENVIRONMENTS | {"perf/sync_bytes"}
 
 
 def test_a_resumed_run_has_the_same_metrics(runs):
