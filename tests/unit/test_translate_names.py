@@ -166,6 +166,9 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
     ),
     ("trl", {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"]}, {}, []),
     ("trl", {"use_peft": True, "lora_target_modules": "q_proj"}, {"model.lora.target_modules": ["q_proj"]}, []),
+    ("trl", {"use_peft": True, "lora_target_modules": ["q_proj"]}, {"model.lora.target_modules": ["q_proj"]}, []),
+    ("trl", {"use_peft": True, "lora_target_modules": ["all-linear"]}, {"model.lora.target_modules": "all-linear"}, []),
+    ("trl", {"use_peft": True, "lora_target_modules": []}, {}, ["lora_target_modules=[]"]),
     ("trl", {"loss_type": "dr_grpo"}, {"algorithm.norm_adv_by_std_in_grpo": True}, []),
     (
         "trl",

@@ -217,16 +217,17 @@ def _adapters(theirs: Theirs, recipe: Recipe) -> None:
         value = theirs.number(name)
         recipe.set(f"model.lora.{leaf}", default if value is None else value, name)
     layers = theirs.take("lora_target_modules")
-    if layers is None:
+    if not layers:
         why = (
             "peft chooses the layers by the model's architecture; the recipe has all-linear. For the same layers, set "
             "model.lora.target_modules."
         )
-        recipe.lose("lora_target_modules", None, why)
-    elif layers in ("all-linear", ["all-linear"]) or isinstance(layers, list):
-        recipe.set("model.lora.target_modules", layers if len(layers) > 1 else layers[0], "lora_target_modules")
+        recipe.lose("lora_target_modules", layers, why)
+    elif layers == ["all-linear"]:
+        recipe.set("model.lora.target_modules", "all-linear", "lora_target_modules")
     else:
-        recipe.set("model.lora.target_modules", [layers], "lora_target_modules")
+        kept = layers == "all-linear" or isinstance(layers, list)
+        recipe.set("model.lora.target_modules", layers if kept else [layers], "lora_target_modules")
 
 
 def _trainer(theirs: Theirs, recipe: Recipe) -> None:
