@@ -13,7 +13,7 @@ from rlhf.config.known_settings import SETTINGS, setting_of
 from rlhf.config.library import Library
 from rlhf.config.names.other_trainers import other_trainers
 from rlhf.config.rules.validate import validate
-from rlhf.config.translation.foreign_file import of_arguments, trainer_of
+from rlhf.config.translation.foreign_file import of_arguments, read_settings, trainer_of
 from rlhf.config.translation.shell_script import words_of
 from rlhf.config.translation.to_recipe import defaults_of, translate
 from rlhf.errors import UserError
@@ -309,6 +309,8 @@ def test_a_python_script_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixtu
         (f"{VERL}data: !!timestamp x\n", "a value cannot be read"),
         (_bomb("&x{0} [{1}]", "*x{0}", ", "), "an alias"),
         (_bomb("'{1}'", "${{x{0}}}", ""), "the interpolations expand to over"),
+        (_bomb("['{1}']", "${{x{0}.0}}", ""), "the interpolations expand to over"),
+        (f"{VERL}long: {'a' * 600_000}\nx: ['${{long}}', '${{long}}']\n", "the interpolations expand to over"),
         (VERL + "".join(f"x{i}: '${{x{i + 1}}}'\n" for i in range(3000)), "nested too deeply"),
     ],
 )
@@ -370,6 +372,20 @@ trainer: {total_training_steps: 7}
         "itself": "${.itself}",
         "elsewhere": "${oc.select:absent.one}",
     }
+
+
+def test_references_in_a_list_are_resolved(tmp_path: Path) -> None:
+    text = """data:
+  root: /d
+  files: ['${data.root}/a.parquet', "${..root}/b.parquet", '${.0}', '${oc.env:HOME}/c', '${data}', 3, '']
+  nested: [{path: '${data.root}/e', same: '${.path}'}, ['${data.root}']]
+  same: ${data.files}
+"""
+    (tmp_path / "theirs.yaml").write_text(text)
+    settings = read_settings(tmp_path / "theirs.yaml")
+    files = ["/d/a.parquet", "/d/b.parquet", "/d/a.parquet", "${oc.env:HOME}/c", "${data}", 3, ""]
+    assert settings["data.files"] == settings["data.same"] == files
+    assert settings["data.nested"] == [{"path": "/d/e", "same": "/d/e"}, ["/d"]]
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,5 @@ def _flat(tree: Mapping[Any, Any], interpolations: Interpolations, above: tuple[
         if isinstance(value, dict) and value:
             yield from _flat(value, interpolations, place)
             continue
-        if isinstance(value, str) and "${" in value:
-            value = interpolations.resolve(value, place)
+        value = interpolations.resolve(value, place)
         yield ".".join(place), None if value == "???" else _number(value) if isinstance(value, str) else value

@@ -29,24 +29,47 @@ class Interpolations:
         self._resolved: dict[tuple[str, ...], Any] = {}
         self._length = 0
 
-    def resolve(self, text: str, place: tuple[str, ...]) -> Any:
-        """Return the value that `text` means at the keys `place`.
+    def resolve(self, value: Any, place: tuple[str, ...]) -> Any:
+        """Return what `value` at the keys `place` means. Texts in lists and mappings are resolved too.
+
+        A text inside of a list or mapping that refers to another list or mapping is kept, because the size of values
+        that contain each other grows exponentially with their depth.
 
         Raises:
             UserError: the resolved texts have over a million characters.
             RecursionError: the chain of references is too long.
         """
+        if isinstance(value, str):
+            return self._resolve_text(value, place) if "${" in value else value
+        if isinstance(value, list):
+            return [self._resolve_item(item, (*place, str(number))) for number, item in enumerate(value)]
+        if isinstance(value, dict):
+            return {key: self._resolve_item(item, (*place, str(key))) for key, item in value.items()}
+        return value
+
+    def _resolve_item(self, item: Any, place: tuple[str, ...]) -> Any:
+        value = self.resolve(item, place)
+        if isinstance(item, str) and isinstance(value, list | dict):
+            return item
+        if isinstance(value, str) and value is not item:
+            self._count(value)
+        return value
+
+    def _resolve_text(self, text: str, place: tuple[str, ...]) -> Any:
         while True:
             whole = _INNERMOST.fullmatch(text)
             if whole and (value := self._value(whole[1], place)) is not _MISSING:
                 return value
             new = _INNERMOST.sub(lambda match: self._inside(match[1], place), text)
-            self._length += len(new)
-            if self._length > _LONGEST:
-                raise UserError(f"the interpolations expand to over {_LONGEST} characters. Write out their values.")
+            self._count(new)
             if new == text:
                 return re.sub("[\0\1]", lambda mark: "${" if mark[0] == "\0" else "}", text)
             text = new
+
+    def _count(self, text: str) -> None:
+        self._length += len(text)
+        if self._length > _LONGEST:
+            raise UserError(f"the interpolations expand to over {_LONGEST} characters. Write out their values.")
 
     def _inside(self, body: str, place: tuple[str, ...]) -> str:
         """Return the text of an interpolation in another text. Marks for `${` and `}` hide it from the next round."""
@@ -81,7 +104,7 @@ class Interpolations:
             else:
                 inside = isinstance(found, list) and key.isdecimal() and int(key) < len(found)
                 found = found[int(key)] if inside else _MISSING
-        if isinstance(found, str):
+        if isinstance(found, str | list | dict):
             self._resolved[keys] = _UNFINISHED  # a reference to itself is kept
             found = self.resolve(found, keys)
         self._resolved[keys] = found
