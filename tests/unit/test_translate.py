@@ -14,7 +14,7 @@ from rlhf.config.library import Library
 from rlhf.config.names.other_trainers import other_trainers
 from rlhf.config.rules.validate import validate
 from rlhf.config.translation.foreign_file import of_arguments, read_settings, trainer_of
-from rlhf.config.translation.shell_script import words_of
+from rlhf.config.translation.shell_script import commands_of
 from rlhf.config.translation.to_recipe import defaults_of, translate
 from rlhf.errors import UserError
 
@@ -210,7 +210,8 @@ def test_a_script_is_read_without_running_it(tmp_path: Path) -> None:
     python3 -m verl.trainer.main_ppo \\
         a.size=$SIZE a.name="$NAME" a.home=$HOME/x +a.extra=1e-6 a.list=[1,2] "$@"
     """
-    found = of_arguments(words_of(script))
+    words = commands_of(script)[-1]
+    found = of_arguments(words)
     assert found["a.size"] == 12
     assert found["a.name"] == "a b"
     assert found["a.home"] == "${oc.env:HOME}/x"
@@ -340,7 +341,7 @@ def test_null_is_the_trainers_default() -> None:
 
 def test_variables_that_double_do_not_fill_the_memory() -> None:
     with pytest.raises(UserError, match="characters"):
-        words_of("A=xy\n" + 'A="$A$A"\n' * 40)
+        commands_of("A=xy\n" + 'A="$A$A"\n' * 40)
 
 
 def test_interpolations_of_the_environment_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,7 +466,8 @@ def test_settings_that_run_code_are_left_out(tmp_path: Path) -> None:
 
 def test_values_of_a_script_with_odd_dates_and_numbers(tmp_path: Path) -> None:
     script = f"python -m verl.trainer.main_ppo {VERL.replace(': ', '=').strip()} a.b=2001-99-01 a.c={'9' * 5000}\n"
-    found = of_arguments(words_of(script))
+    [words] = commands_of(script)
+    found = of_arguments(words)
     assert (found["a.b"], found["a.c"]) == ("2001-99-01", "9" * 5000)
     assert "model:" in translated(script, tmp_path, "theirs.sh")
 

@@ -290,3 +290,74 @@ def test_the_launcher_sets_the_number_of_processes(command: str, tmp_path: Path)
     assert recipe.settings["data.train_batch_size"] == 8 * 2 * 4 // 8
     assert recipe.settings["trainer.nproc"] * recipe.settings.get("trainer.nnodes", 1) == 4
     assert not any("num_processes" in line for line in recipe.lost)
+
+
+SETTINGS = "--num_generations 8 --model_name_or_path m --bf16"
+VERL = "python3 -m verl.trainer.main_ppo"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", " 2>&1 | tee log=1.txt"),
+        ("", " |& tee log=1.txt"),
+        ("", " > log.txt 2>&1 &"),
+        ("", " &>> log=1.txt"),
+        ("", " 2> >(tee log=1.txt)"),
+        ("", "; echo log=1.txt"),
+        ("", " && FOO=1 echo log=1.txt"),
+        ("", " || exit 1"),
+        ("", " & wait --bf17"),
+        ("", "\nFOO=1 echo done log=1.txt"),
+        ("", "\npython3 notify.py done"),
+        ("python3 -m pip install trl; ", ""),
+        ("A=1; B=x\nexport C=3 && ", "\n"),
+        ("echo don\\'t # it's a comment with a '\nset -x\n", " # python eval.py --log 1"),
+        ("< /dev/null nohup ", " </dev/null"),
+        ("", " \\\r\n  2>&1 | tee log=1.txt"),
+        ("if true; then ", "; fi"),
+        ("# a comment ends here \\\n", ""),
+    ],
+)
+@pytest.mark.parametrize("command", ["python train.py", "trl grpo"])
+def test_a_command_ends_at_an_operator_or_the_end_of_its_line(
+    command: str, before: str, after: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"{before}{command} {SETTINGS}{after}\n")
+    assert read_settings(script) == {"num_generations": 8, "model_name_or_path": "m", "bf16": True}
+
+
+def test_operators_in_quotes_and_placeholders_are_text(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        f"TWO='a=1\n  b=2'\n{VERL} $TWO c='x | y; z' d=\"1 > 2 && 3\" e=<here> f=$(cat a | head -n 1) "
+        "g=${UNSET:-'a;b'} h=['console','wandb'] i='[1,\n2]' j=a\\;b k=m#1 > log.txt l=3\n"
+    )
+    found = read_settings(script)
+    assert (found["a"], found["b"], found["c"], found["d"], found["e"]) == (1, 2, "x | y; z", "1 > 2 && 3", "<here>")
+    assert (found["g"], found["i"], found["j"], found["k"], found["l"]) == ("a;b", [1, 2], "a;b", "m#1", 3)
+    assert "log.txt" not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (f"{VERL} data.train_batch_size=256", f"{VERL} data.max_response_length=8192"),
+        (f"{VERL} data.train_batch_size=256", "python3 merge.py --local_dir x"),
+        ("accelerate launch prepare.py --out x", f"{VERL} data.train_batch_size=256"),
+        ("trl grpo --num_generations 8", "trl grpo --num_generations 16"),
+    ],
+)
+@pytest.mark.parametrize("end", ["\n", " && ", "; ", " | ", " &\n", " \\\n  2>&1 | tee log.txt\n\n"])
+def test_a_script_with_two_commands_is_one_message(first: str, second: str, end: str, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"set -x\nWANDB_API_KEY=SEKRET {first}{end}{second}\n")
+    with pytest.raises(UserError, match="two commands with settings") as caught:
+        read_settings(script)
+    message = str(caught.value)
+    assert message.startswith(f"{script}: ")
+    assert first[:40] in message
+    assert second[:40] in message
+    assert "Keep one of them in the file" in message
+    assert "SEKRET" not in message

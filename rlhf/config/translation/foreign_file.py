@@ -1,5 +1,6 @@
 """Reads the settings in a file of another trainer: YAML, JSON, or a shell script with a command."""
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ import yaml
 
 from rlhf.config.stored import parse_yaml
 from rlhf.config.translation.interpolations import Interpolations
-from rlhf.config.translation.shell_script import words_of
+from rlhf.config.translation.shell_script import commands_of
 from rlhf.errors import UserError, nearby
 
 _REPLACE = "Replace it in the file, and translate again."
@@ -75,7 +76,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     if path.suffix in (".yaml", ".yml", ".json"):
         found = _of_yaml(path, text)
     else:
-        found = _of_command(words_of(text))
+        found = _of_commands(path, commands_of(text))
     if not found:
         raise UserError(
             f"{path}: has no settings. Give verl's YAML or script (KEY=VALUE), or the YAML or script of TRL or "
@@ -123,20 +124,41 @@ def of_arguments(words: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+def _of_commands(path: Path, commands: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return the settings of the one command that runs Python with arguments; without such a command, of all commands.
+
+    Raises:
+        UserError: two commands run Python with arguments. Their union would be the settings of neither.
+    """
+    found = [(command, settings) for command in commands if (settings := _of_command(command))]
+    if len(found) > 1:
+        first, second = (_beginning(command) for command, _ in found[:2])
+        raise UserError(
+            f"{path}: has two commands with settings, `{first}` and `{second}`. Keep one of them in the file."
+        )
+    return found[0][1] if found else of_arguments([word for command in commands for word in (*command, "--")])
+
+
+def _beginning(command: Sequence[str]) -> str:
+    """Return the first characters of a command, without the variables before it, which may be secrets."""
+    text = " ".join(itertools.dropwhile(re.compile(r"\w+=").match, command))
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
 def _of_command(words: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of a command: those after the name of the Python file or module, and those of a launcher.
+    """Return the arguments after the name of a command's Python file or module, or `trl grpo`; and a launcher's.
 
     Launchers are accelerate, torchrun and deepspeed. The numbers of their processes and machines get accelerate's
-    names: `num_processes` and `num_machines`. Arguments of any other command before the file are ignored.
+    names: `num_processes` and `num_machines`. Other arguments before the file are ignored.
     """
     first = 0  # index of the first word after the last launcher
     for number, (before, word) in enumerate(zip(["", *words], words, strict=False), 1):
         if word in _LAUNCHERS or (before == "accelerate" and word == "launch"):
             first = number
-        elif before == "-m" or (word.endswith(".py") and not _takes_value(before)):
+        elif before == "-m" or (before, word) == ("trl", "grpo") or (word.endswith(".py") and not _takes_value(before)):
             own = words[first : number - 1 - (before == "-m")] if first else ()
             return _of_launcher(of_arguments(own)) | of_arguments(words[number:])
-    return of_arguments(words)
+    return {}
 
 
 def _takes_value(word: str) -> bool:

@@ -1,4 +1,4 @@
-"""Reads the arguments of a command in a shell script, without running anything."""
+"""Reads the commands of a shell script, without running anything."""
 
 import ast
 import operator
@@ -23,33 +23,54 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?[-=]([^{}]*))?\}|\$([A-Za-z_]\w*
 _SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 
 
-def words_of(script: str) -> list[str]:
-    """Return the words of a script's lines, without assignments, comments, `$@` and `$*`.
+_CONTINUED = re.compile(r"\\[ \t]*\r?\n")
+_TOKEN = re.compile(
+    r"""
+    (?P<kept> \\[ \t]*\r?\n | \\. | '[^']*' | "(?:\\.|[^"\\])*" | `[^`]*`
+        | \$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\) | \$\{(?:[^{}]|\$?\{[^{}]*\})*\} )
+    | (?P<comment> (?<![^\s;|&(])\#[^\n]* )
+    | (?P<redirection> (?:&>>? | (?<![^\s;|&(])\d*(?!<[^\s<>]+>)(?:<<<|<<-?|<|>>|>\||>)&?)
+        [ \t]*(?:[<>]?\([^()\n]*\)|'[^']*'|"[^"]*"|[^\s|;&]*) )
+    | (?P<end> [|;&\n] )
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+"""Matches what decides where a command ends. `<name>` is no redirection but a gap that the reader is to fill in."""
 
+
+def commands_of(script: str) -> list[list[str]]:
+    """Return the words of each command of a script, without comments, redirections, `$@` and `$*`.
+
+    A command ends at `|`, `;`, `&` (so also at `&&` and `||`), or at the end of its line; `\\` continues a line.
+    Assignments are no commands.
     Variables that the script sets, their defaults (`${N:-8}`) and arithmetic with integers (`$((2 * N))`) are replaced
     by their values.
     Other variables become interpolations of the environment: `$HOME/data` is `${oc.env:HOME}/data`.
     """
     values: dict[str, str] = {}
-    words: list[str] = []
-    joined = re.sub(r"\\[ \t]*\r?\n", " ", script)
-    for line in joined.splitlines():
+    commands: list[list[str]] = []
+    for line in _TOKEN.sub(_marked, script).split("\0"):
         line = line.strip()
-        if not line or line.startswith("#"):
-            continue
         assigned = _ASSIGNMENT.fullmatch(line)
         found = _split(_replaced(line, values))
         if assigned and len(found) <= 1 + line.startswith("export"):
             values[assigned[1]] = " ".join(_split(_replaced(assigned[2], values)))
-        else:
-            words += [word for word in found if word not in ("$@", "${@}", "$*", "\\")]
-    return [re.sub("\0(.*?)\1", r"${oc.env:\1}", word) for word in words]
+        elif words := [word for word in found if word not in ("$@", "${@}", "$*", "\\")]:
+            commands.append([re.sub("\0(.*?)\1", r"${oc.env:\1}", word) for word in words])
+    return commands
+
+
+def _marked(token: re.Match[str]) -> str:
+    """Return the text for `token`: NUL, which no script contains, for the end of a command."""
+    if token["kept"]:
+        return _CONTINUED.sub(" ", token["kept"])
+    return "\0" if token["end"] else " "
 
 
 def _split(text: str) -> list[str]:
     try:
-        return shlex.split(text, comments=True)
-    except ValueError:  # an open quote begins a text of several lines, which no argument needs
+        return shlex.split(text)
+    except ValueError:  # a quote that is never closed
         return text.split()
 
 
@@ -72,7 +93,7 @@ def _value(match: re.Match[str], values: Mapping[str, str]) -> str:
         return values[name]
     if default is not None:
         return default.strip("\"'")
-    return f"\0{name}\1"  # `words_of` adds the braces later: here they would end an outer ${X:-...}
+    return f"\0{name}\1"  # `commands_of` adds the braces later: here they would end an outer ${X:-...}
 
 
 def _total(text: str, values: Mapping[str, str]) -> str:
