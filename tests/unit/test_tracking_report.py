@@ -147,10 +147,10 @@ BETTER = {"reward/max": 1.0, "reward/frac_zero_std": 0.5, "response_length/clip_
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [
-        ([{}, {}], ["reward never changed", "max_response_length", "gradient was 0"]),
+        ([{}, {}], ["reward never changed", "gradient was 0", "max_response_length"]),
         (
             [{}, {"reward/mean": 1.0, "reward/min": 1.0, "reward/max": 1.0}],
-            ["equal rewards", "max_response_length", "gradient"],
+            ["equal rewards", "gradient", "max_response_length"],
         ),
         ([{}, BETTER], []),
         ([BETTER, BETTER | {"reward/timeouts": 3, "reward/failures": 1}], ["failed 1 times and timed out 3 times"]),

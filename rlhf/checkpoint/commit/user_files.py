@@ -1,5 +1,7 @@
-"""Hashes the users' files that a manifest's `fingerprints` record: functions, environments and chat templates. Imports
-no torch."""
+"""Hashes the users' files that a manifest's `fingerprints` record: functions, environments and chat templates.
+
+Imports no torch.
+"""
 
 from pathlib import Path
 from typing import Any
