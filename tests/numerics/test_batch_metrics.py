@@ -100,7 +100,7 @@ def expected(seed: int) -> dict[str, float]:
         "env/tool_calls": float(np.mean([episode.tool_calls for episode in done])),
         "env/invalid_calls": float(np.mean([episode.invalid_calls for episode in done])),
         "env/failed": 1 - len(done) / len(pairs),
-        "env/failures": sum(len(episode.failures) for _, episode in pairs),
+        "perf/env_failures": sum(len(episode.failures) for _, episode in pairs),
     }
 
 
