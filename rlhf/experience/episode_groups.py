@@ -123,29 +123,18 @@ def check_failures(episodes: Sequence[Episode], most: float, coordinator: Coordi
         )
 
 
-def whole_prompts(
-    played: Sequence[Sequence[Episode]], step: int, most: float, coordinator: Coordinator
-) -> tuple[list[int], float]:
+def whole_prompts(played: Sequence[Sequence[Episode]], step: int, coordinator: Coordinator) -> tuple[list[int], float]:
     """Return the indices of this rank's held-out prompts without a failed episode, and the share of failed episodes.
 
     Collective. The share is over all ranks. The leader logs how many prompts the evaluation leaves out: the rest are
-    no random selection, so the means of two evaluations may differ for this reason alone.
-
-    Raises:
-        UserError: no prompt is left on any rank, although at most the fraction `most` of the episodes failed.
+    no random selection, so the means of two evaluations may differ for this reason alone. Without any prompt left, the
+    evaluation has no other metric; it must not end a training run whose failures are within `env.max_failed`.
     """
     whole = [i for i, group in enumerate(played) if all(episode.phase is Stage.DONE for episode in group)]
     episodes = [episode for group in played for episode in group]
     failures = [episode.failures[-1] for episode in episodes if episode.phase is Stage.FAILED]
     own = len(played), len(whole), len(episodes), len(failures), failures[-1] if failures else ""
     prompts, left, samples, failed, texts = zip(*coordinator.all_gather(own), strict=True)
-    if sum(failed) and not sum(left):
-        raise UserError(
-            f"The evaluation after step {step} has no prompt left: each of its {sum(prompts)} prompts has a failed "
-            f"sample. The environments of {sum(failed)} of {sum(samples)} samples failed, within "
-            f"env.max_failed={most:g}. The last failure: {next(filter(None, texts))}\nCorrect the environment, raise "
-            f"env.timeout_s if it is slow, or lower rollout.val_kwargs.n={sum(samples) // sum(prompts)}."
-        )
     share = sum(failed) / sum(samples)
     if sum(failed) and coordinator.is_leader:
         log.warning(

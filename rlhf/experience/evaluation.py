@@ -108,7 +108,7 @@ class Evaluator:
         self.sampler.sleep()
         config = self.episodes.config
         check_failures([episode for group in played for episode in group], config.max_failed, self.coordinator)
-        whole, failed = whole_prompts(played, step, config.max_failed, self.coordinator)
+        whole, failed = whole_prompts(played, step, self.coordinator)
         done = [played[i] for i in whole]
         functions = function_rewards(self.reward, self.tokenizer, done)
         responses: Responses = []

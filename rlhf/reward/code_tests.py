@@ -31,10 +31,13 @@ FORMS = (
     "optional fn_name (APPS, TACO), a list of {input, output}, or one of these as JSON"
 )
 _FENCED = re.compile(
-    r"^([ \t]*+)[^\n`]*+```+[^\n`]*\n(.*?)(?:^(?:\1)? {0,3}```+|(?<=\S)```+[ \t]*$|\Z)", re.DOTALL | re.MULTILINE
+    r"^([ \t]*+)(?:```+[^\n`]*|[^\n`]++```+[\w+#.-]*[ \t]*\r?)\n(.*?)"
+    r"(?:^(?:\1)? {0,3}```+|(?<=[^\s`])```+[ \t]*$|\Z)",
+    re.DOTALL | re.MULTILINE,
 )
-"""A block begins with the only backticks of a line. It ends with a fence that begins a line, at most three spaces from
-the margin or from the first fence, or that ends a line. Other backticks are parts of the program or of prose."""
+"""A block begins with a fence that begins a line, or that follows the line's text and at most names a language. It ends
+with a fence that begins a line, at most three spaces from the margin or from the first fence, or that ends a line.
+Other backticks are parts of the program or of prose. Possessive quantifiers keep the time linear."""
 _LONGEST_OUTPUT = 10 << 20
 _PASSED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 """Environment variables of this process that programs get."""

@@ -71,11 +71,22 @@ def test_the_last_block_is_the_program_and_a_text_without_a_block_is_one_too():
         "</think>```python\n{}```",
         "Here is the code: ```python\n{}```\nIt works.",
         "````python\n{}````",
+        "I will write it in a ```python code block.\n\n```python\n{}```",
+        "```python\n{}```\nThe code is enclosed in ``` as asked.\nBye",
+        "```python\n{}```\n\nThe fences (```) mark the code.\nDone",
     ],
 )
 def test_fences_after_blanks_tags_and_prose(response):
     program = "def f(x):\n    return x + 1\n"
     assert program_of(response.format(program)) == program
+
+
+@pytest.mark.parametrize("text", ["`", " ", "\t", "```\n", "x```", " ```"])
+def test_a_hostile_response_is_read_in_linear_time(text):
+    response = "```\nx" + text * 100_000 + "y\n"
+    began = time.process_time()
+    program_of(response)
+    assert time.process_time() - began < 5, "quadratic time would be minutes"
 
 
 @pytest.mark.parametrize(

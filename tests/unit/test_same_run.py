@@ -161,7 +161,7 @@ def save_finished(config: Config) -> None:
         ("actor.policy_loss.loss_mode", "own.py"),
     ],
 )
-def test_a_finished_run_rejects_changed_files_of_functions_and_templates(config, tmp_path, setting, name):
+def test_a_finished_run_rejects_changed_files_of_functions_and_templates(config, tmp_path, caplog, setting, name):
     """The same command with another reward file once answered with the old report and code 0."""
     own = tmp_path / name
     own.write_text(REWARD)
@@ -173,14 +173,18 @@ def test_a_finished_run_rejects_changed_files_of_functions_and_templates(config,
     prepare(config)
     assert finished_step(config) == 10
     own.write_text(REWARD.replace("1.0", "2.0"))
-    for config.trainer.allow_config_change in (False, True):
-        message = user_error(finished_step, config)
-        says(message, "finished at step 10", f"{setting}=", str(own), "other files", "estore the files")
-        says(message, "trainer.experiment_name=NAME", "trainer.total_training_steps")
+    message = user_error(finished_step, config)
+    says(message, "finished at step 10", f"{setting}=", str(own), "other files", "estore the files")
+    says(message, "trainer.experiment_name=NAME", "trainer.total_training_steps")
+    config.trainer.allow_config_change = True
+    with caplog.at_level(logging.INFO, logger="rlhf"):
+        assert finished_step(config) == 10
+    says(caplog.text, f"{setting}=", "other files")
+    config.trainer.allow_config_change = False
     own.write_text(REWARD)
     assert finished_step(config) == 10
     own.write_text(REWARD.replace("1.0", "2.0"))
-    config.trainer.total_training_steps = 11
+    config.trainer.allow_config_change, config.trainer.total_training_steps = True, 11
     prepare(config)
     assert finished_step(config) is None, "the ranks compare the files"
 

@@ -361,3 +361,20 @@ def test_a_script_with_two_commands_is_one_message(first: str, second: str, end:
     assert second[:40] in message
     assert "Keep one of them in the file" in message
     assert "SEKRET" not in message
+
+
+def test_variables_of_env_and_installers_are_not_shown_and_no_commands(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"env KEY=SEKRET {VERL} data.train_batch_size=2\n{VERL} data.train_batch_size=4\n")
+    with pytest.raises(UserError, match="two commands") as caught:
+        read_settings(script)
+    assert "SEKRET" not in str(caught.value)
+    script.write_text(f"python3 -m pip install --upgrade trl\n{VERL} data.train_batch_size=4\n")
+    assert read_settings(script) == {"data.train_batch_size": 4}
+
+
+def test_an_array_beside_other_arguments_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f'DATA=(\n  data.train_files=a.parquet\n)\n{VERL} "${{DATA[@]}}" trainer.save_freq=5\n')
+    with pytest.raises(UserError, match=r"\$\{DATA\[@\]\} is an array"):
+        read_settings(script)

@@ -115,7 +115,11 @@ def compare_finished(path: Path, manifest: Manifest, config: ResolvedConfig) -> 
         value = config.setting(setting)
         shown = f"{setting}={hydra_value(masked(value))}"
         try:
-            if hash_of_value(setting, value) != manifest.fingerprints[setting]:
+            if hash_of_value(setting, value) == manifest.fingerprints[setting]:
+                continue
+            if config.setting("trainer.allow_config_change"):
+                lines.append(f"{shown} holds other files than the run used")
+            else:
                 others.append(shown)
         except OSError as error:
             # The report of a finished run must remain available when its files are gone.
@@ -123,9 +127,9 @@ def compare_finished(path: Path, manifest: Manifest, config: ResolvedConfig) -> 
     if others:
         raise UserError(
             f"the run in {path.parent} is finished at step {manifest.step}, and {' and '.join(others)} "
-            f"{'holds' if len(others) == 1 else 'hold'} other files than the run used. Restore the files to get its "
-            f"report. To run with these files, {NEW_RUN}. To continue the finished run with these files, raise "
-            "trainer.total_training_steps and set trainer.allow_config_change=true."
+            f"{'holds' if len(others) == 1 else 'hold'} other files than the run used. To get its report, restore the "
+            f"files or set trainer.allow_config_change=true. To run with these files, {NEW_RUN}. To continue the "
+            "finished run with these files, raise trainer.total_training_steps, too."
         )
     exported = EXPORT_SETTINGS if "hf_model" in config.setting("checkpoint.contents") else ()
     unused = [change for change in harmless if change.key not in (*MODEL_NAMES, *exported)]

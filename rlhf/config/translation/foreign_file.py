@@ -30,6 +30,7 @@ _SIGNS = {
 }
 """Maps each trainer to names, or first parts of names, that only its configurations have."""
 
+_INSTALLERS = ("pip", "venv", "ensurepip")
 _LAUNCHERS = (
     "torchrun",
     "deepspeed",
@@ -136,12 +137,15 @@ def _of_commands(path: Path, commands: Sequence[Sequence[str]]) -> dict[str, Any
         raise UserError(
             f"{path}: has two commands with settings, `{first}` and `{second}`. Keep one of them in the file."
         )
+    arrays = [word for command, _ in found for word in command if re.fullmatch(r"\$\{\w+\[[@*]\]\}", word)]
+    if arrays:
+        raise UserError(f"{path}: {arrays[0]} is an array, which is not expanded. Write its words into the command.")
     return found[0][1] if found else of_arguments([word for command in commands for word in (*command, "--")])
 
 
 def _beginning(command: Sequence[str]) -> str:
     """Return the first characters of a command, without the variables before it, which may be secrets."""
-    text = " ".join(itertools.dropwhile(re.compile(r"\w+=").match, command))
+    text = " ".join(itertools.dropwhile(re.compile(r"env$|\w+=").match, command))
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
@@ -155,6 +159,8 @@ def _of_command(words: Sequence[str]) -> dict[str, Any]:
     for number, (before, word) in enumerate(zip(["", *words], words, strict=False), 1):
         if word in _LAUNCHERS or (before == "accelerate" and word == "launch"):
             first = number
+        elif before == "-m" and word in _INSTALLERS:
+            return {}
         elif before == "-m" or (before, word) == ("trl", "grpo") or (word.endswith(".py") and not _takes_value(before)):
             own = words[first : number - 1 - (before == "-m")] if first else ()
             return _of_launcher(of_arguments(own)) | of_arguments(words[number:])

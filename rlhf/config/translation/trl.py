@@ -207,7 +207,10 @@ def _adapters(theirs: Theirs, recipe: Recipe) -> None:
     """Set the adapters. The settings are TRL's ModelConfig's, whose defaults apply only with `use_peft`."""
     names = {"lora_r": ("rank", 16), "lora_alpha": ("alpha", 32), "lora_dropout": ("dropout", 0.05)}
     if not theirs.take("use_peft"):
-        for name in [name for name in theirs.left if name.startswith("lora_") or name in ("use_rslora", "use_dora")]:
+        of_peft = ("lora_", "peft_config.", "lora_config.")
+        for name in [
+            each for each in theirs.left if each.startswith(of_peft) or each in ("r", "use_rslora", "use_dora")
+        ]:
             value = theirs.take(name)
             if value not in (None, False):
                 recipe.lose(name, value, "TRL trains adapters only with use_peft=true.")
