@@ -30,12 +30,12 @@ def short_timeouts() -> Iterator[None]:
     def hangs(*_: object) -> None:
         raise AssertionError(f"nothing for {TIMEOUT_S} s")
 
-    before = signal.signal(signal.SIGALRM, hangs)
-    signal.alarm(TIMEOUT_S)
+    before, (left_s, _) = signal.signal(signal.SIGALRM, hangs), signal.setitimer(signal.ITIMER_REAL, TIMEOUT_S)
     try:
         yield
     finally:
-        signal.alarm(0)
+        # pytest-timeout uses the same timer; without it, a hanging teardown would never end.
+        signal.setitimer(signal.ITIMER_REAL, max(1, left_s - TIMEOUT_S) if left_s else 0)
         signal.signal(signal.SIGALRM, before)
 
 
