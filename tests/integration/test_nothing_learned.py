@@ -75,5 +75,5 @@ def test_a_killed_run_reports_the_findings_of_an_undisturbed_run(slow, sums, tmp
     assert (tmp_path / "hit").exists()
     assert found[0] == found[1]
     says(
-        found[0], "reward never changed", "3 of 3 steps", "rlhf.samples RUN_DIR", "timed out 12 times", "gradient was 0"
+        found[0], "reward never changed", "3 of 3 steps", "rlhf.samples RUN_DIR", "gradient was 0", "timed out 12 times"
     )

@@ -33,7 +33,9 @@ def test_a_run_and_its_resume_with_another_secret(tmp_path, supervised):
     for steps, judge in ((1, "of-the-judge-1"), (2, "of-the-judge-2")):
         end = start(tmp_path, steps, judge, supervised=supervised)
         assert end.code == EXIT_DONE, end.output
-        assert "reward.kwargs" not in end.output
+        not_compared = "reward.kwargs.api_key, reward.kwargs.judge, reward.kwargs.url"
+        assert (not_compared in end.output) == (steps == 2), "a resume names what it cannot compare"
+        assert "reward.kwargs" not in end.output.replace(not_compared, "")
         written = [end.output.encode(), *(path.read_bytes() for path in run_dir.rglob("*") if path.is_file())]
         for secret in ("typed-by-hand", "of-the-query", judge):
             assert not [content for content in written if secret.encode() in content]

@@ -110,7 +110,7 @@ def test_a_mistake_is_found_before_anything_is_submitted(capsys, monkeypatch, tm
 
 
 def test_the_script_stores_no_secret(capsys, monkeypatch, tmp_path):
-    (tmp_path / "mine.py").write_text("def score(completion, answer, api_key):\n    return 1.0\n")
+    (tmp_path / "mine.py").write_text("def score(solution_str, ground_truth, api_key):\n    return 1.0\n")
     functions = f"reward.functions=[{tmp_path}/mine.py:score]"
     for typed in ("hunter2", "'hunter2\\'x'", "'${trainer.seed}sk-hunter2hunter2hunter2'"):
         assert main([CPU, functions, f"+reward.kwargs.api_key={typed}", "--dry-run"]) == EXIT_USER_ERROR
