@@ -58,7 +58,7 @@ def test_a_failed_run_is_reported_and_started_again_by_the_same_command(tmp_path
     first.unlink()
     code, output = sweep(tmp_path)
     assert code == EXIT_DONE, output
-    assert f"The run in {second} is finished at step 1." in output
+    assert f"The run in {second} is finished at step 1" in output
     assert (first / "global_step_1" / "manifest.json").is_file()
     assert (second / "global_step_1" / "manifest.json").read_bytes() == before
     page = (project / "offline-sweep.html").read_text()
