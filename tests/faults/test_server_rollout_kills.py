@@ -68,7 +68,7 @@ def test_a_replay_of_the_journal_ends_with_the_bits_of_the_killed_run(nproc, sum
     shutil.copytree(killed, run_dir)
     for checkpoint in scan(run_dir):
         shutil.rmtree(checkpoint)
-    for name in ("metrics.jsonl", "latest_checkpointed_iteration.txt"):
+    for name in ("metrics.jsonl", "events.jsonl", "latest_checkpointed_iteration.txt"):
         (run_dir / name).unlink()
     shutil.copytree(kept, run_dir / FOLDER, dirs_exist_ok=True)
     end = start(9, at(run_dir, tmp_path))
