@@ -9,6 +9,10 @@ writes the journal, and saves every 20 steps; `saves` only saves every 20 steps.
 from rank 0's last event before the crash until the restarted run reaches this event again. ETTR leaves out the first
 start and the last save.
 
+`--part nodes` does the same with two nodes of one rank each on this machine (`goodput_nodes`), under torchrun. Not the
+supervisor fails, but a node (its processes, disk and memory are gone, and both nodes start again) or the network. The
+network is cut for 5 s; the lost time lasts from the cut until rank 0's first event after it.
+
 Part 2 simulates larger runs, with failures at random times, also in restarts. A journal keeps all samples of a finished
 generation. Of a generation under way it keeps the share `--journaled` of the time spent; 0 means that no sample was
 finished. Assumed are the share of generation in a step (`--generation`), the time until a snapshot is published
@@ -25,12 +29,22 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.figures import spread
 from benchmarks.goodput_model import WAYS, Constants, ettr, mean_lost
-from benchmarks.goodput_notes import EVENTS, FOLDER_VARIABLE, KINDS, Failure, plan_of
+from benchmarks.goodput_nodes import ADDRESSES, train, two_nodes
+from benchmarks.goodput_notes import (
+    EVENTS,
+    FOLDER_VARIABLE,
+    HISTORY_VARIABLE,
+    KINDS,
+    KINDS_OF_NODES,
+    Failure,
+    plan_of,
+)
 
 SAVE_EVERY = 20
 RATES = (0.01, 0.05, 0.10)
@@ -38,6 +52,7 @@ REAL_WAYS = {
     "snapshots": ("checkpoint.memory.freq=1", "checkpoint.journal=true"),
     "saves": ("checkpoint.memory.freq=0", "checkpoint.journal=false"),
 }
+Train = Callable[[int, int, str, list[Failure], list[str]], "Outcome"]
 SEEDS = 10
 GOAL, GOAL_STEP_S, GOAL_RESTART_S, GOAL_RATE = 0.95, 300.0, 60.0, 0.10
 
@@ -52,37 +67,62 @@ class Outcome:
     failures: int = 0
 
 
-def command_of(folder: Path, ranks: int, steps: int, way: str, overrides: list[str]) -> list[str]:
+def settings_of(folder: Path, directory: Path, steps: int, way: str, overrides: list[str]) -> list[str]:
     pairs = [(10 + (7 * i) % 83, 10 + (11 * i) % 79) for i in range(200)]
     rows = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in pairs]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [
-        *(sys.executable, "-m", "rlhf.train", f"trainer.default_local_dir={folder}", f"trainer.nproc={ranks}"),
-        *(f"trainer.total_training_steps={steps}", f"trainer.save_freq={SAVE_EVERY}", "trainer.test_freq=0"),
+        *(f"trainer.default_local_dir={directory}", f"trainer.total_training_steps={steps}"),
+        *(f"trainer.save_freq={SAVE_EVERY}", "trainer.test_freq=0"),
         *(f"data.train_files={folder}/sums.jsonl", "reward=exact_match", "data.train_batch_size=32", "rollout.n=8"),
         *("actor.ppo_mini_batch_size=32", "trainer.experiment_name=goodput", "trainer.device=cpu"),
         *("trainer.threads_per_rank=1", *REAL_WAYS[way], *overrides),
     ]
 
 
+def prepared(folder: Path, directory: Path, failures: list[Failure]) -> dict[str, str]:
+    """Write the plan of the failures, and return the environment of the ranks."""
+    (folder / "plan.json").write_text(json.dumps([vars(failure) for failure in failures]))
+    return {
+        "RLHF_EVENT_LISTENER": "benchmarks.goodput_notes:on_event",
+        FOLDER_VARIABLE: str(folder),
+        HISTORY_VARIABLE: str(directory / "rlhf/goodput/metrics.jsonl"),
+    }
+
+
 def run(ranks: int, steps: int, way: str, failures: list[Failure], overrides: list[str]) -> Outcome:
     """Train once; start the command again each time the supervisor is killed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "plan.json").write_text(json.dumps([vars(failure) for failure in failures]))
-        environment = os.environ | {
-            "RLHF_EVENT_LISTENER": "benchmarks.goodput_notes:on_event",
-            FOLDER_VARIABLE: str(folder),
-        }
-        command = command_of(folder, ranks, steps, way, overrides)
+        environment = os.environ | prepared(folder, folder, failures)
+        command = [sys.executable, "-m", "rlhf.train", f"trainer.nproc={ranks}"]
+        command += settings_of(folder, folder, steps, way, overrides)
         while True:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
             if done.returncode != -9:
                 break
         if done.returncode:
             raise RuntimeError(f"the run failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-        notes = [json.loads(line) for line in (folder / "notes.jsonl").read_text().splitlines()]
-    return outcome_of(notes, steps)
+        return outcome_of(_notes(folder), steps)
+
+
+def run_nodes(nodes: int, steps: int, way: str, failures: list[Failure], overrides: list[str]) -> Outcome:
+    """Train once on two nodes."""
+    assert nodes == len(ADDRESSES)
+    with tempfile.TemporaryDirectory() as name:
+        folder, disk = Path(name), Path(name) / "disk"
+        directory = disk / "checkpoints"
+        memory = (f"checkpoint.memory.dir={disk}", "checkpoint.memory.replicas=1") if way == "snapshots" else ()
+        settings = settings_of(folder, directory, steps, way, [*memory, *overrides])
+        with two_nodes(disk) as started:
+            # The metric history is on the disk of the first node, which is never lost.
+            environment = prepared(folder, started[0].seen_from_outside(directory), failures)
+            train(started, disk, folder, settings, environment)
+        return outcome_of(_notes(folder), steps)
+
+
+def _notes(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "notes.jsonl").read_text().splitlines()]
 
 
 def outcome_of(notes: list[dict], steps: int) -> Outcome:
@@ -96,6 +136,10 @@ def outcome_of(notes: list[dict], steps: int) -> Outcome:
     for note in events:
         place = note["step"], EVENTS.index(note["event"])
         lost, pid = lost or note["pid"] != pid, note["pid"]
+        cuts = [each for each in fired if each["kind"] == "network" and each["time"] <= note["time"]]
+        if cuts and not lost:
+            outcome.lost["network"].extend(note["time"] - cut["begun"] for cut in cuts)
+            fired = [each for each in fired if each not in cuts]
         if place < reached:
             continue
         if lost:
@@ -107,30 +151,31 @@ def outcome_of(notes: list[dict], steps: int) -> Outcome:
     return outcome
 
 
-def real(arguments: argparse.Namespace) -> None:
-    """Run part 1, and print its tables."""
+def real(arguments: argparse.Namespace, counts: Sequence[int], train: Train, unit: str, kinds: Sequence[str]) -> None:
+    """Run part 1, or the same on nodes, and print its tables."""
     chance = random.Random(arguments.seed)
     sys.stdout.write(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start\n")
-    for ranks in arguments.ranks:
-        plain = run(ranks, SAVE_EVERY, "saves", [], arguments.overrides)
+    for count in counts:
+        plain = train(count, SAVE_EVERY, "saves", [], arguments.overrides)
         step = plain.seconds / SAVE_EVERY
         sys.stdout.write(
-            f"\n## {ranks} rank{'s' if ranks > 1 else ''}, steps of {step:.2f} s, {arguments.steps} steps\n\n"
+            f"\n## {count} {unit}{'s' if count > 1 else ''}, steps of {step:.2f} s, {arguments.steps} steps\n\n"
             "| way | steps with a failure | ETTR | repeated steps per failure | lost seconds per failure |\n"
             "|---|---|---|---|---|\n"
         )
         for rate in arguments.rates:
-            failures = plan_of(arguments.steps, math.ceil(rate * arguments.steps), SAVE_EVERY, step, chance)
+            failures = plan_of(arguments.steps, math.ceil(rate * arguments.steps), SAVE_EVERY, step, chance, kinds)
             for way in REAL_WAYS:
                 outcomes = [
-                    run(ranks, arguments.steps, way, failures, arguments.overrides) for _ in range(arguments.repeats)
+                    train(count, arguments.steps, way, failures, arguments.overrides) for _ in range(arguments.repeats)
                 ]
                 sys.stdout.write(row(way, rate, step * arguments.steps, outcomes))
                 sys.stdout.flush()
 
 
 def row(way: str, rate: float, useful: float, outcomes: list[Outcome]) -> str:
-    lost = {kind: [s for outcome in outcomes for s in outcome.lost[kind]] for kind in KINDS}
+    kinds = dict.fromkeys((*KINDS, *KINDS_OF_NODES))
+    lost = {kind: [s for outcome in outcomes for s in outcome.lost[kind]] for kind in kinds}
     shown = "; ".join(f"{kind} {spread(seconds, '.1f')}" for kind, seconds in lost.items() if seconds)
     ratios = spread([100 * useful / outcome.seconds for outcome in outcomes], ".0f")
     repeated = statistics.mean(outcome.repeated / outcome.failures for outcome in outcomes)
@@ -199,7 +244,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.goodput", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", choices=("real", "simulated"), help="run one part only")
+    parser.add_argument("--part", choices=("real", "nodes", "simulated"), help="run one part only")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="ranks of the real runs")
     parser.add_argument("--steps", type=int, default=100, help="steps of a real run")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="failures per step")
@@ -215,9 +260,11 @@ def main() -> int:
     parser.add_argument("--per-rank", type=float, default=0.01)
     parser.add_argument("overrides", nargs="*", help="settings for the real runs, after --")
     arguments = parser.parse_args()
-    if arguments.part != "simulated":
-        real(arguments)
-    if arguments.part != "real":
+    if arguments.part in (None, "real"):
+        real(arguments, arguments.ranks, run, "rank", KINDS)
+    if arguments.part in (None, "nodes"):
+        real(arguments, [len(ADDRESSES)], run_nodes, "node", KINDS_OF_NODES)
+    if arguments.part in (None, "simulated"):
         simulated(arguments)
     return 0
 

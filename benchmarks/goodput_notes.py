@@ -7,14 +7,16 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-FOLDER_VARIABLE = "RLHF_GOODPUT_FOLDER"
+FOLDER_VARIABLE, HISTORY_VARIABLE = "RLHF_GOODPUT_FOLDER", "RLHF_GOODPUT_HISTORY"
 EVENTS = ("step.begin", "rollout.after", "update.before", "update.after", "metrics.before")
 """The noted events, in the order of a step."""
 KINDS = ("rank", "driver", "supervisor", "storage")
+KINDS_OF_NODES = ("rank", "driver", "storage", "node", "network")
 _SAVING = "commit-writer"
 """Name of the thread that saves on disk."""
 
@@ -28,11 +30,13 @@ class Failure:
     after: float
 
 
-def plan_of(steps: int, count: int, save_every: int, step_s: float, chance: random.Random) -> list[Failure]:
+def plan_of(
+    steps: int, count: int, save_every: int, step_s: float, chance: random.Random, kinds: Sequence[str] = KINDS
+) -> list[Failure]:
     """Return at most `count` failures of all kinds in turn, at random times; of the storage one for each save."""
-    first, failures = chance.randrange(len(KINDS)), list[Failure]()
+    first, failures = chance.randrange(len(kinds)), list[Failure]()
     for number, step in enumerate(sorted(chance.sample(range(2, steps), count))):
-        kind = KINDS[(first + number) % len(KINDS)]
+        kind = kinds[(first + number) % len(kinds)]
         if kind == "storage":  # the last save comes after the last step
             step = min(-(-step // save_every) * save_every, (steps - 1) // save_every * save_every)
             if step == 0 or any(other.kind == kind and other.step == step for other in failures):
@@ -52,12 +56,12 @@ def on_event(event: str) -> None:
     if in_front and event == EVENTS[0]:
         _step = _recorded(folder) + 1 if _step is None else _step + 1
     if in_front and event in EVENTS and rank == 0:
-        _note(folder, event=event, step=_step, pid=os.getpid())
+        note(folder, event=event, step=_step, pid=os.getpid())
     for number, failure in enumerate(_plan(folder)):
         if failure.kind == "storage":
             saves = event == "commit.fsync" and threading.current_thread().name == _SAVING and rank == 0
             if saves and _step is not None and _step >= failure.step and _fires(folder, number):
-                _note(folder, kind=failure.kind)
+                note(folder, kind=failure.kind)
                 raise OSError(errno.EIO, "the benchmark's input/output error")
         elif in_front and event == EVENTS[0] and failure.step == _step and rank == _victim(failure.kind):
             timer = threading.Timer(failure.after, _kill, (folder, number, failure.kind))
@@ -73,8 +77,14 @@ def _victim(kind: str) -> int:
 def _kill(folder: Path, number: int, kind: str) -> None:
     from rlhf.ranks.parent import SUPERVISOR_PID
 
-    if _fires(folder, number):
-        _note(folder, kind=kind)
+    if not _fires(folder, number):
+        return
+    if kind != "network":
+        note(folder, kind=kind)
+    if kind in ("node", "network"):  # `goodput_nodes.train` reads the file, and notes a cut when it is over
+        (folder / "wanted.new").write_text(kind)
+        (folder / "wanted.new").rename(folder / "wanted")
+    else:
         os.kill(int(os.environ[SUPERVISOR_PID]) if kind == "supervisor" else os.getpid(), signal.SIGKILL)
 
 
@@ -85,7 +95,7 @@ def _plan(folder: Path) -> list[Failure]:
 
 def _recorded(folder: Path) -> int:
     """Return the last step in the metric history, 0 without a record."""
-    history = folder / "rlhf" / "goodput" / "metrics.jsonl"
+    history = Path(os.environ[HISTORY_VARIABLE])
     lines = history.read_text().splitlines() if history.exists() else []
     return int(json.loads(lines[-1])["step"]) if lines else 0
 
@@ -99,6 +109,7 @@ def _fires(folder: Path, number: int) -> bool:
     return True
 
 
-def _note(folder: Path, **entry: object) -> None:
+def note(folder: Path, **entry: object) -> None:
+    """Append a note of an event or of a failure."""
     with (folder / "notes.jsonl").open("a") as file:
         file.write(json.dumps({"time": time.time(), **entry}) + "\n")

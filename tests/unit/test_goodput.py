@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.goodput import outcome_of
 from benchmarks.goodput_model import WAYS, Constants, ettr, mean_lost
-from benchmarks.goodput_notes import EVENTS, KINDS, plan_of
+from benchmarks.goodput_notes import EVENTS, KINDS, KINDS_OF_NODES, plan_of
 
 
 def constants(**changed: float) -> Constants:
@@ -66,10 +66,21 @@ def test_lost_time_lasts_until_the_run_is_where_it_was():
     assert (outcome.seconds, outcome.repeated, outcome.failures) == (21, 1, 2)
 
 
-def test_failures_are_of_all_kinds_and_inside_the_run():
+def test_a_cut_of_the_network_lasts_until_the_first_event_after_it():
+    begin, end = EVENTS[0], EVENTS[-1]
+    run = [{"time": time, "pid": 1, "step": step, "event": event} for time, step, event in ((0, 1, begin), (2, 1, end))]
+    run += [{"time": 7, "kind": "network", "begun": 1.5}]
+    run += [{"time": time, "pid": 1, "step": 2, "event": event} for time, event in ((7.5, begin), (9, end))]
+    outcome = outcome_of(run, 2)
+    assert dict(outcome.lost) == {"network": [6]}
+    assert (outcome.repeated, outcome.failures) == (0, 1)
+
+
+@pytest.mark.parametrize("kinds", [KINDS, KINDS_OF_NODES])
+def test_failures_are_of_all_kinds_and_inside_the_run(kinds):
     for seed in range(20):
-        failures = plan_of(100, 10, 20, 1.0, random.Random(seed))
-        assert {failure.kind for failure in failures} == set(KINDS)
+        failures = plan_of(100, 10, 20, 1.0, random.Random(seed), kinds)
+        assert {failure.kind for failure in failures} == set(kinds)
         assert all(1 < failure.step < 100 for failure in failures)
         saves = [failure.step for failure in failures if failure.kind == "storage"]
         assert len(set(saves)) == len(saves)
