@@ -18,7 +18,7 @@ from rlhf.errors import UserError
 def checked_estimator(
     source: str, function: Callable[..., Any]
 ) -> Callable[[EstimatorInput, AlgorithmConfig], Estimate]:
-    """Wrap the user's estimator, with 0 for results outside the mask. `source` is the setting with its value.
+    """Wrap the user's estimator, and set its results outside the mask to 0. `source` is the setting with its value.
 
     Calls raise UserError unless the result is an `Estimate` in the mask's shape [N, R] with finite advantages, and with
     finite returns if there is a critic.

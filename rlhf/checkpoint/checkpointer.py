@@ -140,12 +140,13 @@ class Checkpointer:
         return True
 
     def _warn_of_lost_save(self, step: int) -> None:
-        """Log if the last due checkpoint before `step`, restored from memory, is missing: no later step saves it."""
+        """Log if the run resumes `step` from memory without the last checkpoint due before: no later step saves it."""
         every = self._trainer.save_freq
         due = (step - 1) // every * every if every else 0
         source = resume_source(self._trainer)  # a fork lacks its source's steps
         if due > max(step_of(path) or 0 for path in (*scan(self._run_dir), source or Path())):
-            log.warning("The crash ended the save of step %d. It has no checkpoint: the run goes on from memory.", due)
+            text = "The crash ended the save of step %d: step %d has no checkpoint, and the run continues from memory."
+            log.warning(text, due, due)
 
     def _check_memory(self) -> None:
         """Raise UserError on every rank if a machine lacks memory for the copies. A rollback has the memory already."""
@@ -168,8 +169,8 @@ class Checkpointer:
             return None
         lacks = rolls_back and not any(self._coordinator.on_domain_leaders(lambda: bool(scan(self._run_dir))))
         if lacks:
-            # `resume` counts the source of a fork as saved. But a rollback to an imported source would keep the moments
-            # of the rejected batch.
+            # `resume` counts the source of a fork as saved. But an imported source may lack moments, and a rollback to
+            # it would keep the moments that the rejected batch has changed.
             self._saved_step = None
         elif rolls_back:
             _reject_partial(self.loaded)
@@ -274,7 +275,8 @@ class Checkpointer:
     def leave(self, step: int, metrics: Mapping[str, float]) -> NoReturn:
         """Save `step`, wait for the save, and raise Preempted. Raise Unsaved if the save failed, or UserError if a
         restart would fail too."""
-        # Outside: without a stop request, the loop calls this after a failed save, whose error restarts the ranks.
+        # Keep this call outside the `try` block. The loop also calls `leave` after a failed save without a stop
+        # request: the error of that save must propagate, so that the ranks restart.
         self._settle()
         try:
             self.save(step, metrics, last=True)
@@ -386,6 +388,6 @@ def _reject_partial(loaded: LoadResult) -> None:
     if loaded.kept:
         raise UserError(
             f"guards.action=rollback: {loaded.path} lacks {', '.join(loaded.kept)}, so a rollback to it would keep "
-            "what rejected batches made of these parts. Set guards.action=skip, at least until the run has saved its "
-            "next checkpoint."
+            "the changes that rejected batches made to these parts. Set guards.action=skip, at least until the run has "
+            "saved its next checkpoint."
         )

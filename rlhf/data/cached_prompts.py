@@ -29,7 +29,7 @@ SETTLED_NS = 2_000_000_000
 """Once a file's last change is this old, another change certainly gives the file another timestamp."""
 FORMAT = 4
 LARGE = 1 << 20
-"""Cache the prompts of at least this many bytes of files. Smaller files tokenize in less time than Arrow imports."""
+"""Cache prompts only if their files have at least this many bytes. Tokenizing less is faster than importing Arrow."""
 READERS = ("transformers", "tokenizers", "jinja2", "pyarrow")
 
 
@@ -38,10 +38,10 @@ def is_large(sources: Sequence[Source]) -> bool:
 
 
 def tokenizer_identity(tokenizer: Any, day: date) -> list[Any] | None:
-    """Return everything that the tokens of a chat depend on. Return None for a tokenizer written in Python, whose
-    code cannot be described.
+    """Return everything that the tokens of a chat depend on, or None for a tokenizer written in Python.
 
-    `day` is the day that templates print. The result contains the day only if the template prints a date.
+    The code of such a tokenizer cannot be compared. `day` is the day that templates print. The result contains the day
+    only if the template prints a date.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -96,7 +96,7 @@ def file_hash(path: Path, folder: Path, *, again: bool = False) -> str:
     """Return the xxh3-128 of a data file in hex, from the cache `folder` or by reading the file.
 
     Use a cached hash only if inode, size and times are the same and the last change was well before the file was read.
-    `again` always reads. Raises UserError for a file that cannot be read.
+    With `again`, always read the file. Raises UserError for a file that cannot be read.
     """
     entry = folder / "files" / f"{xxhash.xxh3_128_hexdigest(os.fsencode(path.resolve()))}.json"
     try:

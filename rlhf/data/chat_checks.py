@@ -59,7 +59,7 @@ class ChatChecks:
             return
         if start := answered.removeprefix(prompt).partition(_ANSWER)[0].strip():
             raise UserError(
-                f"{self._template}: its chat template has no generation prompt: it prints {start!r} before a response, "
-                "but not at the end of a prompt if add_generation_prompt is true. Set model.chat_template to a "
-                "template that does."
+                f"{self._template}: the chat template ignores add_generation_prompt: it prints {start!r} before a "
+                "response, but not at the end of a prompt. Set model.chat_template to a template that prints a "
+                "generation prompt."
             )

@@ -1,7 +1,7 @@
 """Stores tokenized prompts in Arrow's streaming format (`datasets.Dataset.from_file` reads it), mapped into memory.
 
-Columns: `index` (of the row in its source), `row` (JSON: messages, data source, reference answer, extra info, and
-columns for rewards, if any), `token_ids`, `check` (the xxh3-64 of these three columns, verified at each read) and
+Columns: `index` (the row's position in all sources), `row` (JSON: messages, data source, reference answer, extra info,
+and columns for rewards, if any), `token_ids`, `check` (the xxh3-64 of these three columns, verified at each read) and
 `prompt_hash` (the xxh3-64 of the tokens). The file contains no code, and a rank loads only the rows in use.
 """
 
@@ -205,8 +205,10 @@ class MappedPrompts:
 
 
 def _value(buffers: list[Any], j: int, offset_type: str, value_type: str) -> np.ndarray:
-    """Return entry `j` of a column of texts or lists. Unlike Arrow, NumPy does not read beyond a buffer if offsets are
-    damaged."""
+    """Return entry `j` of a column of texts or lists.
+
+    Unlike Arrow, NumPy does not read beyond the buffer if the offsets are damaged.
+    """
     _, offsets, values = buffers
     start, end = map(int, np.frombuffer(offsets, offset_type)[j : j + 2])
     found = np.frombuffer(values, value_type)[start:end] if values is not None else np.empty(0, value_type)

@@ -18,7 +18,7 @@ BROKEN = (ValueError, RecursionError)
 
 
 def jsonl_records(setting: str, path: Path) -> Iterator[Record]:
-    """Yield the object on each line, without empty lines. Raise UserError with the line."""
+    """Yield the object on each line that is not empty. Raise UserError, with the line number, for invalid JSON."""
     number = 0
     with _reading(setting, path, lambda: number), path.open(encoding=ENCODING) as file:
         for number, line in enumerate(file, start=1):
@@ -49,7 +49,7 @@ def json_records(setting: str, path: Path) -> Iterator[Record]:
 
 
 def csv_records(setting: str, path: Path) -> Iterator[Record]:
-    """Yield the rows below the header; values are text, and empty values None. Raise UserError with the line."""
+    """Yield the rows below the header. Values are strings, or None if empty. Raises UserError with the line number."""
     number = 0
     csv.field_size_limit(sys.maxsize)
     with _reading(setting, path, lambda: number), path.open(encoding=ENCODING, newline="") as file:
@@ -106,7 +106,7 @@ def _reading(setting: str, path: Path, line: Any) -> Iterator[None]:
         where = f"{setting}: {path} line {_first_line_not_utf8(path)}"
         raise UserError(
             f"{where} is not UTF-8 ({error.reason}). Convert the file, as in `iconv -f latin1 -t UTF-8 OLD > NEW` "
-            "(instead of latin1, the file's encoding)."
+            "(replace latin1 by the file's encoding)."
         ) from error
     except OSError as error:
         raise UserError(f"{setting}: {path} cannot be read after line {line()}: {error}. Restore it.") from error

@@ -36,7 +36,7 @@ class Source:
     def label(self) -> str:
         """Return the `data_source` of rows whose column `data_source` is missing or empty."""
         if self.path is not None and (file := self.path.resolve()).suffix == self.path.suffix:
-            return file.stem  # a link's target; in the Hub's cache, the target has a hash as name and no suffix
+            return file.stem  # a link's target, except in the Hub's cache: its targets are hashes without a suffix
         return self.path.stem if self.path else self.spec.partition("@")[0].partition(":")[0]
 
     @cached_property
@@ -54,14 +54,16 @@ class Source:
         return splits[split]
 
     def files(self) -> list[Path]:
-        """Return the local files of the records. A Hub dataset has its cache files, if any."""
+        """Return the local files of the records. For a Hub dataset, these are its files in the Hub's cache, if any."""
         if self.path is not None:
             return [self.path]
         return [Path(file["filename"]) for file in self.hub_split.cache_files]
 
     def records(self, prompt_key: str, answer_key: str, wanted: WantedColumns) -> Iterator[Record]:
-        """Yield the records in order. From parquet files, read only the columns that the trainer and the rewards
-        use."""
+        """Yield the records in order.
+
+        From parquet files, read only the columns that the trainer and the rewards use. Other columns are then None.
+        """
         if self.path is None:
             return ((f"{self.setting}: {self.spec} row {n}", record) for n, record in enumerate(self.hub_split))
         if self.path.suffix == ".parquet":

@@ -19,7 +19,7 @@ ANSWERS = ("answer", "solution", "final_answer", "ground_truth", "label", "targe
 """Usual names of the column with the reference answer."""
 HALF_PAIR = re.compile("[\ud800-\udfff]")
 CALLS = ("tool_calls", "function_call")
-"""Fields of messages with calls of tools, as in OpenAI's chats."""
+"""Fields of a message that contain tool calls, as in OpenAI's chat format."""
 ANSWERING = ("assistant", "gpt", "model")
 """Roles of turns that the model writes."""
 
@@ -100,7 +100,7 @@ def _messages(prompt: Any, where: str, data: DataConfig) -> list[dict[str, str]]
             f"{column} must be a string or a list of {{role, content}} with two strings, not {type(prompt).__name__}: "
             f"{_short(prompt)}. Correct the column, or set data.prompt_key to another column."
         )
-    # A chat template prints all texts of a message, also its role or name.
+    # A chat template may print every text of a message, including its role and name.
     if half := next((text for message in chat for text in message.values() if is_half_pair(text)), None):
         raise UserError(
             f"{column} has half of a surrogate pair in this row, which is not a character: {_short(half)}. Correct or "
@@ -119,7 +119,7 @@ def _messages(prompt: Any, where: str, data: DataConfig) -> list[dict[str, str]]
 
 
 def _ends_with_answer(chat: Sequence[Mapping[str, str]], removed: int) -> str:
-    """Return the problem of a chat that ends with turns of the model although `removed` became the answer."""
+    """Describe a chat that still ends with turns of the model after `removed` (0 or 1) of them became the answer."""
     role = chat[-1]["role"]
     turns = removed + sum(1 for _ in takewhile(lambda turn: turn["role"] in ANSWERING, reversed(chat)))
     if turns == 1:
@@ -158,7 +158,7 @@ def _ground_truth(record: Mapping[str, Any], where: str, data: DataConfig, need_
     if answer_key != DataConfig.answer_key:  # the user's choice comes before verl's layout
         answers.reverse()
     for answer in answers:
-        # Published test splits have blank answers, which an empty response would equal.
+        # Some published test splits have blank answers. An empty response would equal a blank answer and be right.
         if not (_is_null(answer) or (need_answer and _is_blank(answer))):
             return answer
     if not _is_null(reward_model) and not isinstance(reward_model, dict) and answer_key not in record:
@@ -186,8 +186,10 @@ def _ground_truth(record: Mapping[str, Any], where: str, data: DataConfig, need_
 
 
 def is_half_pair(text: Any) -> bool:
-    """Return whether `text` is a string with half of a surrogate pair: UTF-8 cannot encode it, nor a tokenizer read
-    it."""
+    """Return whether `text` is a string with half of a surrogate pair.
+
+    UTF-8 cannot encode such a string, and tokenizers reject it.
+    """
     return isinstance(text, str) and HALF_PAIR.search(text) is not None
 
 

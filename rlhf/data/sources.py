@@ -50,7 +50,7 @@ def build_train_set(
         reward: its functions decide whether rows need an answer, and which other columns rows need.
         seed: `trainer.seed`, for generated problems.
         day: the day that chat templates print; None: today.
-        env: environments read all columns, and `reset` needs those among its parameters.
+        env: with environments, rows keep all columns, and need the columns that `reset` has as parameters.
 
     Raises:
         UserError: any error in settings or data.
@@ -69,7 +69,7 @@ def build_val_set(
     day: date | None = None,
     env: EnvConfig = NO_ENVIRONMENTS,
 ) -> PromptSet | None:
-    """Return the held-out prompts, or None if `data` has none; arguments and errors as `build_train_set`."""
+    """Return the held-out prompts, or None if `data` has none. Arguments and errors are as in `build_train_set`."""
     if data.val_files is not None:
         return _file_set(data, reward, _limit(data, _VAL, day), data.val_max_samples, tokenizer, seed, env)
     if data.train_files is not None:

@@ -17,7 +17,7 @@ class PromptStream:
     """Draws from `prompts` without end. The order of an epoch depends only on (seed, epoch).
 
     With `allow_change`, a saved state may continue with other prompts than the checkpoint's. If the `held_out` prompts
-    differ from the checkpoint's, the stream logs a warning, unless it is `quiet`: only metrics depend on them.
+    differ from the checkpoint's, the stream only logs a warning (none if `quiet`), because they affect only metrics.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from rlhf.experience.partial_rollouts import PartialRollouts
 log = logging.getLogger(__name__)
 
 LARGE_SHARE = 0.5
-"""Fraction of carried groups in a batch above which the leader logs a warning. verl and the paper carry no groups."""
+"""Fraction of carried groups in a batch above which the leader logs a warning. verl and DAPO carry none over."""
 
 
 @dataclass
@@ -80,8 +80,8 @@ class DynamicSampling:
             rounds += 1
             fresh = self.source.groups(drawn, stats, step)
             kept = kept + [group for group in fresh if group.has_signal(metric)]
-            # Keep only the newest `wanted` groups without signal, because on_limit=fill uses no more. A group whose
-            # every sample failed has no reward: a batch of such groups ended the step with a KeyError.
+            # Keep only the newest `wanted` groups without signal, because on_limit=fill uses no more. Drop groups whose
+            # samples all failed: they have no reward, and a batch of only such groups would raise a KeyError.
             spare = [group for group in fresh if not group.has_signal(metric) and any(group.has_score)]
             dropped = (dropped + spare)[-wanted:]
             uids = uids_everywhere(kept, self.coordinator)
@@ -146,5 +146,5 @@ class DynamicSampling:
             raise UserError(
                 f"{facts}. With the {without} prompts without signal, the batch still has too few prompts. Raise "
                 f"max_num_gen_batches or data.gen_batch_size: their product must be at least {wanted}, "
-                "without the prompts whose environments failed for all samples."
+                "not counting prompts whose environments failed for all samples."
             )

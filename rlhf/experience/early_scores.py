@@ -34,10 +34,9 @@ class _Group:
 class EarlyScores:
     """Scores groups before all groups of a step are complete, so that rewards do not wait for the longest response.
 
-    A score depends only on its sample or its group, so an early score equals a late one. After a timeout, the caller
-    scores the group again, because the generation on the same machine may have caused the timeout. Likewise after an
-    error: a second one is raised at the usual point. The caller's thread decodes texts, because tokenizers are not
-    thread-safe.
+    A score depends only on its sample or its group, so an early score equals a late one. After a timeout or an error,
+    the caller scores the group again, because the generation on the same machine may have caused it. An error of this
+    second call ends the run. The caller's thread decodes texts, because tokenizers are not thread-safe.
 
     Args:
         size: number of samples of a group.

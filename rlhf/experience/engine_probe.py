@@ -9,7 +9,7 @@ from rlhf.ranks.collectives import all_max
 from rlhf.rollout import Request, Sample, SamplingParams
 
 PROMPT, RESPONSE = 8, 8
-"""Tokens."""
+"""Lengths of the probe's prompt and response, in tokens."""
 BOUND = 0.25
 """Largest mean difference of log-probs. Rounding to bfloat16 causes less; lost tensors cause whole nats."""
 

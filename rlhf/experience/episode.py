@@ -194,7 +194,7 @@ class Episode:
         return {"op": "answer", "message": message, "usage": usage}
 
     def _harmless(self, value: Any) -> Any:
-        """Return an agent's JSON, its texts without special tokens."""
+        """Return an agent's JSON with `ChatTurns.harmless` applied to each text."""
         if isinstance(value, str):
             return self._chat.harmless(value)
         if isinstance(value, dict):

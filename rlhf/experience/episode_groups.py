@@ -43,8 +43,10 @@ def _common(prompts: Sequence[list[int]]) -> list[int]:
 
 
 def fail_without_baseline(played: Sequence[Sequence[Episode]], n: int) -> None:
-    """Mark all episodes of a prompt as failed if episode `n`, the greedy baseline, has failed. Without the baseline, no
-    episode has an advantage."""
+    """Mark all episodes of a prompt as failed if episode `n`, the greedy baseline, has failed.
+
+    Without the baseline, no episode has an advantage.
+    """
     for episodes in played:
         if episodes[n].phase is Stage.FAILED:
             for episode in episodes:
@@ -126,9 +128,9 @@ def check_failures(episodes: Sequence[Episode], most: float, coordinator: Coordi
 def whole_prompts(played: Sequence[Sequence[Episode]], step: int, coordinator: Coordinator) -> tuple[list[int], float]:
     """Return the indices of this rank's held-out prompts without a failed episode, and the share of failed episodes.
 
-    Collective. The share is over all ranks. The leader logs how many prompts the evaluation leaves out: the rest are
-    no random selection, so the means of two evaluations may differ for this reason alone. Without any prompt left, the
-    evaluation has no other metric; it must not end a training run whose failures are within `env.max_failed`.
+    Collective. The share is over all ranks. The leader logs how many prompts the evaluation leaves out: the remaining
+    prompts are not a random selection, so the means of two evaluations may differ for this reason alone. If no prompt
+    remains, `val/env_failed` is the only metric. This is no error, because the failures are within `env.max_failed`.
     """
     whole = [i for i, group in enumerate(played) if all(episode.phase is Stage.DONE for episode in group)]
     episodes = [episode for group in played for episode in group]

@@ -70,10 +70,11 @@ class Evaluator:
     def evaluate(self, step: int) -> dict[str, float]:
         """Return `val/accuracy`, `val/reward`, `validation_metrics` and seconds after `step` steps. Collective.
 
-        With environments, also `val/env_failed`. The others leave out prompts with a failed episode.
+        With environments, also return `val/env_failed`. All other metrics leave out prompts with a failed episode.
 
         Raises:
-            UserError: more than `env.max_failed` of the episodes failed, or no prompt is left.
+            UserError: more than `env.max_failed` of the episodes failed, or all failed; or the reward failed on all
+                samples (`check_scored`).
         """
         assert self.prompts is not None
         started = time.monotonic()
@@ -100,8 +101,10 @@ class Evaluator:
         return responses, score_responses(self.reward, self.tokenizer, responses)
 
     def _played(self, prompts: list[Prompt], step: int) -> tuple[Responses, list[list[RewardResult]], float]:
-        """Return prompts, samples and rewards of episodes, without prompts with a failed episode. Also return the share
-        of all ranks' episodes that failed."""
+        """Return prompts, samples and rewards of episodes, and the share of all ranks' episodes that failed.
+
+        Leave out prompts with a failed episode.
+        """
         assert self.episodes is not None
         asked = [Asked(prompt.index, prompt, [self.params] * self.n) for prompt in prompts]
         played = self.episodes.play(asked, version=step, step=step)

@@ -79,8 +79,10 @@ class Generation:
     def advance(
         self, begun: Sequence[Begun], quotas: Sequence[Quota], stats: RolloutStats, *, version: int, step: int
     ) -> list[Begun]:
-        """Continue the partial samples of this rank's prompts by the policy after `version` steps, until every quota is
-        reached. Return the prompts with all their samples. Collective."""
+        """Continue the partial samples of this rank's prompts until every quota is reached. Collective.
+
+        The policy after `version` steps draws the new tokens. Return the prompts with all their samples.
+        """
 
         def make(known: bool) -> list[list[Sample]]:
             # A rank whose samples are in the journal sends no requests, so its quotas would never be reached.
@@ -199,7 +201,7 @@ class Generation:
 
         Raises:
             UserError: with `reward.on_error=stop`, if the reward failed on all samples of the step on all ranks, and
-                these are at least a batch.
+                there are at least as many samples as in a batch.
         """
         started, n = time.monotonic(), self.n
         groups = []

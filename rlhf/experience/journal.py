@@ -163,8 +163,10 @@ class Journal:
                 self._known.results.pop(uid, None)
 
     def add_results(self, results: Mapping[int, Sequence[RewardResult]]) -> None:
-        """Append the rewards of prompts, by uid, durably. Call this after the samples or turns were added, in this step
-        or an earlier one."""
+        """Append the rewards of prompts, by uid, durably.
+
+        Call this after the samples or turns were added, in this step or an earlier one.
+        """
         if results:
             newest = self._known.newest
             self._append(
@@ -203,7 +205,7 @@ class Journal:
             found.update(self._known)
             self._known = found
         except FileNotFoundError:
-            pass  # the owner has dropped its file meanwhile, for example after an upgrade
+            pass  # the owner has just removed its file, for example after an upgrade
         except OSError as error:
             log.warning("%s can't be read, its samples are generated again: %s", file.path, error)
 

@@ -179,7 +179,7 @@ def generation_metrics(
     means |= {"env/turns": [float(n) for n in stats.turns], "env/tool_calls": [float(n) for n in stats.tool_calls]}
     means |= {"env/invalid_calls": [float(n) for n in stats.invalid_calls]}
     means |= {"env/failed": [float(failed) for failed in stats.env_failed]}
-    # An attempt may fail because the machine is slow, or its process was killed; the next attempt has the same bits.
+    # Not env/...: an attempt may fail because the machine is slow or its process was killed; a retry has the same bits.
     sums["perf/env_failures"] = [float(n) for n in stats.env_failures]
     if overlong:
         means["reward/overlong"] = [penalty for group in groups for penalty in group.penalties]

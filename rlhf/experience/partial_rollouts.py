@@ -16,8 +16,8 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.rollout.engine import Quota
 
 RESERVE = 4
-"""When a step begins, 1 + 1 / RESERVE shares of complete groups should be waiting (see `PartialRollouts`). In
-`benchmarks.async_steps`, no step waited for a batch although the lengths of responses vary."""
+"""When a step begins, 1 + 1 / RESERVE shares of complete groups should be waiting (see `PartialRollouts`). With this
+value, no step in `benchmarks.async_steps` waited for a batch, although the lengths of responses vary."""
 
 
 @dataclass

@@ -138,5 +138,5 @@ def _tokens_of(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[list[
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of the data, such as a date, in types of JSON, which ranks can exchange."""
+    """Return a value of the data as JSON types, which ranks can exchange. A date, for example, becomes text."""
     return json.loads(json.dumps(value, default=str))

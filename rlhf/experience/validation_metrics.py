@@ -138,8 +138,10 @@ def _best_and_worst(values: tuple[float, ...], k: int) -> tuple[float, float]:
 
 @lru_cache(maxsize=256)
 def _voted(answers: tuple[int, ...], k: int) -> np.ndarray:
-    """Return the index of each draw's first response with the majority answer, [DRAWS] int64. The first answer wins a
-    tie."""
+    """Return the index of each draw's first response with the majority answer, [DRAWS] int64.
+
+    The first answer wins a tie.
+    """
     drawn = _draws(len(answers), k)
     stated = np.array(answers)[drawn]
     supporters = (stated[:, :, None] == stated[:, None, :]).sum(axis=2)

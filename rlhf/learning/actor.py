@@ -28,7 +28,7 @@ class Actor(Policy):
     """The policy with its loss and optimizer steps.
 
     Args:
-        temperature, log_prob_budget: see `Policy`.
+        temperature, log_prob_budget: `temperature` and `budget` of `Policy`.
         scale: the length that the loss mode `seq-mean-token-sum-norm` divides by.
         seed: the run's seed, for policy losses that choose tokens at random.
     """
@@ -180,7 +180,7 @@ class Actor(Policy):
 
         The weights correct from the sampling policy to the policy before the update, around which the loss clips. This
         is the decoupled objective of Hilton et al. (arXiv 2110.00641), as in AReaL (arXiv 2505.24298). Without
-        `rollout_is`, only stale tokens are weighted: a token that the current policy drew has the weight 1, also in a
+        `rollout_is`, only stale tokens are weighted: a token that the current policy drew has the weight 1, even in a
         response that an older policy began.
         """
         mask, correction, level = micro.response_mask.float(), self._correction, self._correction.rollout_is

@@ -42,7 +42,7 @@ class Critic:
 
     @torch.no_grad()
     def all_values(self, batch: Batch, balance: SampleBalance) -> Tensor:
-        """Return the values before every response token of `batch`, [N, R] float32, zero on padding. Collective."""
+        """Return the values before each token in `response_mask`, [N, R] float32; zero elsewhere. Collective."""
         model = self.backend.module
         return per_token(batch, balance, self._forward_budget, model, partial(response_values, model))
 
@@ -80,7 +80,7 @@ def _explained_variance(batch: CriticBatch) -> Metrics:
 
 
 def response_values(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the values of `model` before each response token, [N, R] float32; zero on padding. Collective.
+    """Return the values of `model` before each token in `response_mask`, [N, R] float32; zero elsewhere. Collective.
 
     The logits of `model` are [N, L, 1]. Column t comes from position prompt + t - 1, which predicts token t.
     """

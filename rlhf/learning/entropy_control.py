@@ -46,8 +46,10 @@ class EntropyControl:
         return {"coefficient": self._coefficient, "entropy": self._entropy, "started_at": self._start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the entropy. Restore the coefficient, within its bounds, if it is adaptive and its start value is the
-        same."""
+        """Restore the entropy, and the coefficient if it is adaptive and its start value is unchanged.
+
+        A restored coefficient is clipped to the current bounds.
+        """
         self._entropy = None if state["entropy"] is None else float(state["entropy"])
         self._coefficient = self._start
         if self.is_adaptive and self._start == state["started_at"]:

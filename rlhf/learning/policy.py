@@ -43,8 +43,8 @@ def response_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probs of the response tokens, and entropies if `with_entropy`, [N, R] float32 each. Collective.
 
-    Both are zero on padding, and have gradients if autograd is enabled. `model` is a model from `with_log_probs`, or a
-    training engine around one.
+    Both are zero outside `response_mask`, and have gradients if autograd is enabled. `model` is a model from
+    `with_log_probs`, or a training engine around one.
     """
     tokens = PredictedTokens.of(model, batch)
     targets = Targets(tokens.positions, tokens.labels, temperature, with_entropy)

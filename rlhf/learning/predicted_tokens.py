@@ -46,7 +46,7 @@ class PredictedTokens:
 def per_token(
     batch: Batch, balance: SampleBalance, budget: int, model: nn.Module, compute: Callable[[Batch], Tensor]
 ) -> Tensor:
-    """Return the values of `compute` for all response tokens of `batch`, [N, R] float32, zero on padding. Collective.
+    """Return the values of `compute` for all response tokens of `batch`, [N, R] float32, zero elsewhere. Collective.
 
     `compute` returns [n, R'] for a micro-batch of n samples with at most `budget` tokens. Every rank runs the same
     number of passes. A rank that has no samples left computes on the filler of `Batch.micro_batch`.

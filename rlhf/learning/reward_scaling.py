@@ -18,7 +18,7 @@ class RewardScaling:
     """Normalizes and clips the total rewards of responses: clip((s - mean) / sqrt(var + 1e-8), low, high).
 
     Mean and unbiased variance are over the batch on all ranks. With `running`, they are over all responses of the run
-    so far: this batch included, but not batches that the guards rejected for their rewards.
+    so far, including this batch, but without batches that the guards rejected for their rewards.
 
     Source: Zheng et al., "Secrets of RLHF in Large Language Models Part I: PPO" (arXiv 2307.04964) section 5.3.1.
     """

@@ -27,8 +27,12 @@ B = TypeVar("B", bound=Batch)
 
 @dataclass(frozen=True)
 class Counts:
-    """Denominators of a mini-batch over all ranks: `loss` for the loss, `tokens` for means over response tokens,
-    `counted` for means over the tokens that the loss counts."""
+    """Denominators of a mini-batch over all ranks.
+
+    loss: for the loss.
+    tokens: for means over response tokens.
+    counted: for means over the tokens that the loss counts.
+    """
 
     loss: float
     tokens: float
@@ -79,9 +83,10 @@ def update(
     batch is already rejected, do nothing and return {}.
 
     The loss of a mini-batch is aggregated over all ranks, so the split into micro-batches and ranks changes neither
-    loss nor gradient (up to rounding). Without a token that counts, the gradient is 0 and the optimizer still steps, as
-    in verl and TRL: weights decay, and the schedule counts the step (`empty_mini_batches`), which has no terms of the
-    loss; without response tokens, only `grad_norm` and `lr`. A mini-batch that `guards` reject ends the update.
+    loss nor gradient (up to rounding). If the loss counts no token, the gradient is 0 and the optimizer still steps,
+    as in verl and TRL: weights decay, and the schedule counts the step. `empty_mini_batches` is the fraction of such
+    mini-batches. They have no metrics of the loss; without response tokens, they have only `grad_norm` and `lr`.
+    A mini-batch that `guards` reject ends the update.
 
     Args:
         batch: this rank's samples.

@@ -11,7 +11,7 @@ def name_matches(module: str, ends: Iterable[str]) -> bool:
 
 
 def chosen_layers(lora: LoraConfig, linear: Iterable[str]) -> list[str]:
-    """Return the sorted names of `linear`, layers except the head, that the settings select and do not exclude."""
+    """Return, sorted, the names in `linear` (linear layers except the head) that the settings select."""
     selected = [n for n in linear if lora.target_modules == ALL_LINEAR or name_matches(n, lora.target_modules)]
     return sorted(name for name in selected if not name_matches(name, lora.exclude_modules))
 

@@ -172,7 +172,7 @@ def check_not_quantized(model_path: str, quantization: Any) -> None:
     kind = quantization.get("quant_method") if isinstance(quantization, dict) else None
     raise UserError(
         f"model.path={model_path}: is quantized ({kind or 'quantization_config in its config.json'}), but a policy "
-        "needs weights in float32 or bfloat16, also with adapters: rollouts would sample from merged weights that are "
+        "needs weights in float32 or bfloat16, even with adapters: rollouts would sample from merged weights that are "
         "rounded to the quantized type, not from the trained weights. Set model.path to the model before quantization."
     )
 

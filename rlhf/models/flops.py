@@ -55,7 +55,7 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 def sliding_windows(config: PretrainedConfig) -> list[int | None]:
-    """Return the sliding window of each layer in tokens; None for attention to all tokens before a token."""
+    """Return the sliding window of each layer in tokens; None for a layer with full attention."""
     text = config.get_text_config()
     window, layers = getattr(text, "sliding_window", None), getattr(text, "num_hidden_layers", None) or 0
     kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * layers

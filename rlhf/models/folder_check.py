@@ -63,8 +63,10 @@ def check_folder(setting: str, name: str, *, tokenizer: bool = True, weights: bo
 
 
 def check_small_files(prefix: str, folder: Path, *, tokenizer: bool) -> None:
-    """Check that the files in `folder` are regular, that no small file is a pointer of Git LFS, and that
-    transformers' JSON files contain objects.
+    """Check the file types in `folder`, and the content of its small files.
+
+    All files must be regular, no small file may be a pointer of Git LFS, and transformers' JSON files must contain
+    objects.
 
     Args:
         tokenizer: also check the tokenizer's JSON files.
@@ -116,8 +118,9 @@ def _json_object(prefix: str, path: Path) -> dict[str, Any] | None:
 
 
 def indexed_weights(prefix: str, folder: Path) -> list[str] | None:
-    """Return the weights files that the index lists; None without an index. Like transformers, ignore the index beside
-    model.safetensors.
+    """Return the weights files that the index lists; None without an index.
+
+    Like transformers, ignore the index if the folder also has a model.safetensors.
 
     Raises:
         UserError: the file is not an index, or lists a file outside the folder.

@@ -87,8 +87,10 @@ class FileConversions:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "FileConversions":
-        """Return the conversions that `save_pretrained` reverts for `model`. Call this before an engine wraps `model`,
-        because FSDP2 changes the names of classes. Leave out conversions that only add or remove a prefix."""
+        """Return the conversions that `save_pretrained` reverts for `model`, without those that only change a prefix.
+
+        Call this before an engine wraps `model`, because FSDP2 changes the names of classes.
+        """
         found = get_model_conversion_mapping(model, add_legacy=False)
         return cls([entry for entry in found if not isinstance(entry, PrefixChange)], model.config)
 
@@ -132,8 +134,7 @@ def _is_joined(entry: Any) -> bool:
 
 
 def _joins(converter: WeightConverter) -> bool:
-    """Return whether transformers does no more than stack the tensors, or join stacks or tensors along the
-    rows."""
+    """Return whether transformers only stacks the tensors, or joins stacks or tensors along the rows."""
     if len(converter.source_patterns) == 1:
         return _steps(converter) == [STACK]
     return _steps(converter) in ([STACK, (Concatenate, 1)], [JOIN])

@@ -103,8 +103,11 @@ def load_model_config(source: ModelSource, folder: Path) -> PretrainedConfig:
 
 @contextmanager
 def _damage_as_user_error(source: ModelSource, what: str, remedy: str) -> Iterator[None]:
-    """Raise UserError for any error of transformers, because a damaged file causes errors of any type. Without a
-    damaged file, the model's own code (`trust_remote_code`) may raise other errors, which propagate."""
+    """Raise UserError for any error of transformers, because a damaged file causes errors of any type.
+
+    With `trust_remote_code`, only OSError, ValueError and ImportError become a UserError. Others propagate, because the
+    model's own code may have raised them.
+    """
     try:
         yield
     except (OSError, ValueError) as error:
@@ -256,8 +259,10 @@ def _load(
 
 
 def _class_for(loader: Any, options: dict[str, Any]) -> tuple[Any, PretrainedConfig]:
-    """Return the class that `loader` (a class, or an Auto class of transformers) would load, and the class's part of
-    the configuration."""
+    """Return the class that `loader` would load, and the part of the configuration that belongs to this class.
+
+    `loader` is a model class or an Auto class of transformers.
+    """
     if issubclass(loader, PreTrainedModel):
         return loader, options["config"]
     names = ("dtype", "attn_implementation", "trust_remote_code")

@@ -87,8 +87,10 @@ def with_log_probs(model: Any, *, use_liger: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Names of a causal LM's trunk and head. `finish` turns the head's output into logits; None if the output is the
-    logits."""
+    """Names of a causal LM's trunk and head.
+
+    `finish` turns the head's output into logits; it is None if the head's output already is the logits.
+    """
 
     trunk: str
     head: str
@@ -115,8 +117,10 @@ def _parts_of(model: Any) -> _Parts | str:
 
 
 class _Tail:
-    """Computes logits from the head's output (soft-capping, ...): runs the model's own `forward` with stand-ins for
-    trunk and head."""
+    """Computes logits from the head's output, for example by soft-capping.
+
+    Runs the model's own `forward` with stand-ins for trunk and head.
+    """
 
     def __init__(self, model: nn.Module, trunk: str, head: str) -> None:
         self._model, self._head = copy.copy(model), head

@@ -137,8 +137,10 @@ def _check_same_files(
 def _read_small(
     source: ModelSource, folder: Path, shared: bool, reader: int, coordinator: Coordinator
 ) -> tuple[dict[str, bytes], tuple[str, str]]:
-    """Return the small files to send, the tensor headers as a file of their own, and the reader's two fingerprints.
-    Collective."""
+    """Return the small files to send, with the tensor headers as a further file, and the reader's two fingerprints.
+
+    Collective.
+    """
     is_reader = coordinator.rank == reader
 
     def look() -> tuple[dict[str, bytes], tuple[str, str]]:
@@ -167,7 +169,9 @@ def _decoded(headers: bytes) -> dict[str, FileTensor] | None:
 
 
 def read_headers(folder: Path, name: str = "model") -> dict[str, FileTensor] | None:
-    """Return the tensors of `folder` by name; None unless it is one model in safetensors with the usual file names.
+    """Return the tensors of `folder` by name; None unless it has a model in safetensors with the usual file names.
+
+    Also return None for an adapter, and if a tensor has a type that is not in `DTYPES`.
 
     Raises:
         UserError: the index of the weights is damaged; the message begins with `name`, the model's setting.
@@ -194,8 +198,10 @@ def as_user_errors(source: ModelSource) -> Iterator[None]:
 
 
 def on_every_rank(action: Callable[[], T], coordinator: Coordinator) -> T:
-    """Return this rank's result of `action`; raise on every rank if any rank raises. Sends no result, unlike
-    `Coordinator.everywhere`."""
+    """Return this rank's result of `action`; raise on every rank if any rank raises.
+
+    Unlike `Coordinator.everywhere`, this sends no results between ranks.
+    """
     results: list[T] = []
     coordinator.everywhere(lambda: results.append(action()))
     return results[0]

@@ -94,8 +94,10 @@ def _difference(model: nn.Module, device: torch.device) -> str | None:
 
 @contextmanager
 def _exact_products() -> Iterator[None]:
-    """Multiply float32 matrices without TF32 inside the context: TF32's rounding differs by shape, and would look like
-    sequences that mix."""
+    """Multiply float32 matrices without TF32 inside the context.
+
+    TF32's rounding differs by shape, and would look as if packed sequences attended to each other.
+    """
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

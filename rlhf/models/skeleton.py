@@ -59,8 +59,10 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast the floating-point parameters of `model`, on any device, to `dtype`; buffers, and weights that the
-    architecture needs in float32, stay unchanged."""
+    """Cast the floating-point parameters of `model`, on any device, to `dtype`.
+
+    Buffers, and weights that the architecture needs in float32, stay unchanged.
+    """
     kept = set(float32_parameters(model, dtype))
 
     def cast(name: str, p: nn.Parameter) -> nn.Parameter:

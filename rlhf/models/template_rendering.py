@@ -40,7 +40,7 @@ def rendering_problem(template: str, messages: Sequence[Mapping[str, str]], vari
         return f"did not render the prompt within {DEADLINE_S:g} s. Correct its loops"
     if done.returncode:
         words = done.stderr.decode(errors="replace")[-_STDERR_CHARS:].strip()
-        return f"has ended the process that renders the prompt with exit code {done.returncode} ({words}). Correct it"
+        return f"crashed the process that renders the prompt (exit code {done.returncode}; {words}). Correct it"
     return done.stdout.decode() or None
 
 

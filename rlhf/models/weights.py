@@ -26,7 +26,7 @@ NEEDS_TRANSFORMERS = ("quantization_config", "transformers_weights", "extra_file
 """Settings in config.json with which transformers reads other files or changes the tensors."""
 
 Load = Callable[[Mapping[str, Tensor] | None], PreTrainedModel]
-"""A `load_...` function of `loading.py` with all arguments but `tensors`."""
+"""A `load_...` function of `loading.py` that already has all its arguments except `tensors`."""
 
 
 class ReaderFailed(Exception):

@@ -141,12 +141,12 @@ def all_max(tensor: Tensor) -> Tensor:
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """Return the data-parallel ranks' tensors, of one shape, concatenated along dimension 0. Collective."""
+    """Concatenate the tensors of the data-parallel ranks, all of the same shape, along dimension 0. Collective."""
     return gather_from(dims.data(), tensor).flatten(0, 1)
 
 
 def gather_from(ranks: dims.RankGroup, tensor: Tensor) -> Tensor:
-    """Return the tensors of all `ranks`, of one shape, stacked to [ranks, ...]. Collective over `ranks`. With one rank,
+    """Stack the tensors of all `ranks`, all of the same shape, to [ranks, ...]. Collective over `ranks`. With one rank,
     the result is a view of `tensor`."""
     if ranks.size == 1:
         return tensor[None]

@@ -105,7 +105,7 @@ class GlooTransport(Transport):
         with _collective():
             sending = dist.isend(block, to, group=self._group)
             dist.recv(received, source, group=self._group)
-            assert sending is not None  # only on ranks outside of the group
+            assert sending is not None  # isend returns None only on ranks outside of the group
             sending.wait()
 
 

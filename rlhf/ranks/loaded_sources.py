@@ -34,7 +34,7 @@ class LoadedSources:
         if changed is None:
             differing = self._installed.items() ^ set(_installed())
             changed = min((path for path, _ in differing), default=None)
-        return None if changed is None else f"{changed} has changed since it imported its modules"
+        return None if changed is None else f"{changed} has changed since the launcher imported its modules"
 
 
 def code_on_disk() -> list[tuple[str, Mark]]:

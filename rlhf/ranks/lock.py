@@ -87,7 +87,7 @@ def run_lock(run_dir: Path, remedy: str = ANOTHER_DIRECTORY) -> Iterator[None]:
     for _ in range(LOOKS):
         if fd is not None:
             break
-        # A process that another thread of the last holder forks has the lock until it executes its program.
+        # If the last holder was just starting a child process, the child has inherited the lock until it calls exec.
         time.sleep(LOOK_AGAIN_S)
         fd = _lock_run(run_dir)
     if fd is None:
@@ -203,7 +203,7 @@ def _holder(run_dir: Path) -> dict[str, Any]:
         return {}
     try:
         return json.loads(path.read_text())
-    except ValueError:  # the other process has not yet written its name
+    except ValueError:  # the process that has the lock has not yet written the file
         return {}
 
 

@@ -1,4 +1,4 @@
-"""Formats the log lines of the supervisor and the ranks, and silences the libraries."""
+"""Formats the log lines of the supervisor and the ranks, and limits what other packages log."""
 
 import logging
 import os
@@ -25,7 +25,7 @@ class _Lines(logging.Formatter):
 
 @contextmanager
 def restored_logging() -> Iterator[None]:
-    """Restore the log handlers, levels, warnings and environment of a caller's process after `configure_logging`."""
+    """Restore a caller's log handlers, levels, warnings and TRANSFORMERS_VERBOSITY after `configure_logging`."""
     root, chatty = logging.getLogger(), [logging.getLogger(name) for name in _CHATTY]
     handlers, levels = root.handlers[:], [(each, each.level) for each in (root, *chatty)]
     shows_warnings, verbosity = warnings.showwarning, os.environ.get(_VERBOSITY)

@@ -173,10 +173,10 @@ def check_room(base: str, run_dir: Path, needed: int, replicas: int = 0) -> None
     free = free_bytes(base)
     if free is not None and (room := free + bytes_used(folders_of(base, run_dir))) < needed:
         raise UserError(
-            f"checkpoint.memory.freq: the snapshots of this node's ranks need {needed / 2**20:.1f} MiB (two, and the "
-            f"one being written{copies_text(replicas)}), and {SETTING}={base} has {room / 2**20:.1f} MiB free. Enlarge "
-            f"the tmpfs (`mount -o remount,size=SIZE`; docker: --shm-size), set {SETTING} to another tmpfs, or set "
-            f"{less_memory(replicas)}."
+            "checkpoint.memory.freq: two snapshots of this node's ranks and the one being written"
+            f"{copies_text(replicas)} need {needed / 2**20:.1f} MiB, but {SETTING}={base} has {room / 2**20:.1f} MiB "
+            f"free. Enlarge the tmpfs (`mount -o remount,size=SIZE`; docker: --shm-size), set {SETTING} to another "
+            f"tmpfs, or set {less_memory(replicas)}."
         )
 
 

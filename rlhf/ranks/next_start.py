@@ -1,4 +1,4 @@
-"""Texts on how a run continues: with `trainer.overwrite=true`, the same command would delete its checkpoints."""
+"""Explains how to continue a run: with `trainer.overwrite=true`, the same command would delete its checkpoints."""
 
 import os
 
@@ -18,7 +18,7 @@ def changes_to_continue(trainer: TrainerConfig) -> str:
 
 
 def next_start(where: object | None, trainer: TrainerConfig) -> str:
-    """Return the text on how the run continues from the checkpoint `where`; None if it has no checkpoint."""
+    """Return a sentence on how to continue the run from the checkpoint `where` (None: the run has no checkpoint)."""
     if where is None:
         return RERUN_HINT
     changes = changes_to_continue(trainer)

@@ -38,7 +38,7 @@ def set_rng_state(state: dict[str, Tensor]) -> None:
     device."""
     missing = rng_state().keys() - state.keys()
     if missing:
-        log.warning("The checkpoint has no RNG state for %s; left as seeded.", ", ".join(sorted(missing)))
+        log.warning("The checkpoint has no RNG state for %s; they keep their seeds.", ", ".join(sorted(missing)))
     if {"python.words", "python.gauss"} <= state.keys():
         gauss = state["python.gauss"].tolist()
         random.setstate((3, tuple(state["python.words"].tolist()), gauss[0] if gauss else None))

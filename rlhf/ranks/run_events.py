@@ -112,7 +112,7 @@ def with_kills(events: Sequence[RunEvent], *, killed_now: bool = False) -> list[
     found: list[RunEvent] = []
     for event in [*events, *([RunEvent(0.0, "started")] if killed_now else [])]:
         if event.kind == "started" and found and found[-1].kind not in ENDS:
-            cause = "the command was killed, or machine or disk failed; the time shown is the last event's time"
+            cause = "the command was killed, or the machine or disk failed; the time shown is the last event's time"
             found.append(RunEvent(found[-1].time, KILLED, {"cause": cause}))
         found.append(event)
     return found[:-1] if killed_now else found

@@ -25,7 +25,7 @@ SCORED = "reward.scored"
 WAITS_FOR_SCORE = "reward.wait"
 """Events of a thread that scores. The thread has scored a sample, or waits for a score with a deadline."""
 SCORES_EARLY = "reward.early"
-"""Event of the loop that begins no phase: a complete group goes to a thread that scores beside the loop."""
+"""Event of the loop when it passes a complete group to a thread that scores, and goes on. It begins no phase."""
 
 _OF_SCORES = (SCORES, SCORED, WAITS_FOR_SCORE)
 _PAGE = 4096
@@ -104,9 +104,9 @@ class StatusWriter:
         """Write that `event` happens now, in `step` (None before the first step is known).
 
         For threads other than the loop's, this method writes only two kinds of events. Events of a background save,
-        from SAVE_BEGINS to SAVE_ENDS, go to `save`. SCORED and WAITS_FOR_SCORE renew the time after SCORES, because the
-        loop then waits for the threads that announce them. At other times these threads work beside the loop, and the
-        watchdog would take their events for phases of the loop.
+        from SAVE_BEGINS to SAVE_ENDS, go to `save`. SCORED and WAITS_FOR_SCORE renew the time of the loop's SCORES,
+        because the loop then waits for the threads that score. At other times these threads work beside the loop, and
+        the watchdog would take their events for events of the loop.
         """
         thread, now = threading.get_ident(), time.monotonic()
         with self._lock:

@@ -33,7 +33,7 @@ class Transport:
         return [value]
 
     def bitwise_or(self, bits: bytes) -> bytes:
-        """Return the bitwise OR of all ranks' `bits`, of one length, on every rank."""
+        """Return the bitwise OR of all ranks' `bits` on every rank. All ranks pass the same number of bytes."""
         return bits
 
     def broadcast(self, value: Any, source: int) -> Any:
@@ -53,6 +53,6 @@ class Transport:
         raise ValueError("a single process has no other rank to receive from")
 
     def exchange(self, block: "Tensor", to: int, received: "Tensor", source: int) -> None:
-        """Send `block` to the rank `to` while `received` is filled by the rank `source`. Ranks in a ring may all call
-        this at once; the others may call `send` and `receive`."""
+        """Send `block` to the rank `to` while `received` is filled by the rank `source`. All ranks of a ring may
+        call this at once; a peer may call `send` or `receive` instead."""
         raise ValueError("a single process has no other rank to exchange with")

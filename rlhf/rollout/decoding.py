@@ -239,8 +239,10 @@ class Decoding:
         self._rows_changed()
 
     def _reserve(self, like: RowCache) -> None:
-        """Make room for more columns in the cache. Drop empty columns on the left, and rows that no waiting sample will
-        fill."""
+        """Make room for more columns in the cache.
+
+        Drop empty columns on the left, and rows that no waiting sample will fill.
+        """
         span = self.cache.span
         end = max(int(self.lengths.max()), span.end - span.start)
         shift = end - span.end

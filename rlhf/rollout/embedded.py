@@ -107,8 +107,10 @@ class EmbeddedEngine(PartialEngine):
     def generate_until(
         self, requests: Sequence[Request], quotas: Sequence[Quota], *, seed: int, step: int
     ) -> list[Sample]:
-        """Return a sample for each request as soon as every quota is reached (see `PartialEngine`). Decode the requests
-        in their order, at most `max_num_seqs` at once. Raises the errors of `generate`."""
+        """Return a sample for each request as soon as every quota is reached (see `PartialEngine`).
+
+        Decode the requests in their order, at most `max_num_seqs` at once. Raises the errors of `generate`.
+        """
         return self._generate(requests, quotas, seed, step)
 
     def listen(self, listener: Listener | None) -> None:
@@ -135,8 +137,11 @@ class EmbeddedEngine(PartialEngine):
 def build_embedded_engine(
     model: Any, tokenizer: Any, config: RolloutConfig, device: torch.device | str | None = None
 ) -> EmbeddedEngine:
-    """Build an engine over a copy of `model`, the policy before sharding, in `config.dtype` on `device` (default: the
-    model's). If the weights are on the meta device, the engine needs `update_weights` before it can generate."""
+    """Build an engine over a copy of `model`, the policy before sharding, in `config.engine_dtype`.
+
+    The copy is on `device` (default: the model's device). If the model's weights are on the meta device, the engine
+    needs `update_weights` before it can generate.
+    """
     dtype = getattr(torch, config.engine_dtype)
     # Convert weights only: in half precision, buffers such as rotary frequencies are wrong at distant positions.
     memo: dict[int, Any] = {

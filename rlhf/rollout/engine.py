@@ -20,7 +20,7 @@ Weights = Callable[[], Iterable[tuple[str, "Tensor"]]]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of sampling, as in the settings `rollout`."""
+    """Sampling parameters, named as in the `rollout` settings."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -153,15 +153,19 @@ class RolloutEngine(Protocol):
         """Precision of the engine's weights, the same on every rank. The engine casts weights of another precision."""
 
     def update_weights(self, weights: Weights, version: int) -> None:
-        """Receive the policy's weights. `version` is the number of steps that the policy has done. An engine may call
-        `weights` again until the next update."""
+        """Receive the policy's weights. `version` is the number of steps that the policy has done.
+
+        An engine may call `weights` again until the next update.
+        """
 
     def generate(self, requests: Sequence[Request], *, seed: int, step: int) -> list[Sample]:
         """Return the samples of this rank's requests, in the order of the requests."""
 
     def listen(self, listener: Listener | None) -> None:
-        """Call `listener` with this rank's samples that are complete before a generation ends. An engine may call it
-        late, or never, which is the default. Every rank listens, or none."""
+        """Call `listener` with each of this rank's samples that is complete before its generation ends.
+
+        An engine may call the listener late, or never (the default). Either every rank sets a listener, or none does.
+        """
         return
 
     def sleep(self) -> bool:
@@ -183,10 +187,12 @@ class PartialEngine(RolloutEngine, Protocol):
     def generate_until(
         self, requests: Sequence[Request], quotas: Sequence[Quota], *, seed: int, step: int
     ) -> list[Sample]:
-        """Return a sample for each of this rank's requests as soon as every quota is reached. A group is complete once
-        all requests of its uid are answered. The other samples have the finish reason `partial` and the tokens so far,
-        perhaps none. Which groups are complete depends only on the requests and the tokens, never on the clock, except
-        with a `BackgroundEngine`."""
+        """Return a sample for each of this rank's requests as soon as every quota is reached.
+
+        A group is complete once all requests of its uid are answered. Unfinished samples have the finish reason
+        `partial` and the tokens so far, perhaps none. Which groups are complete depends only on the requests and the
+        tokens, never on the clock, except with a `BackgroundEngine`.
+        """
 
 
 class BackgroundEngine(PartialEngine, Protocol):
@@ -200,13 +206,17 @@ class BackgroundEngine(PartialEngine, Protocol):
         """Start to generate with the current weights, until `stop`."""
 
     def stop(self) -> list[Sample]:
-        """End the generation of `begin` or `generate_until`. Return the sample of each request: complete, or partial
-        with the tokens so far."""
+        """End the generation of `begin` or `generate_until`, and return the sample of each request.
+
+        An unfinished sample is partial and has the tokens so far.
+        """
 
 
 class AdapterEngine(RolloutEngine, Protocol):
     """An engine that keeps the frozen base weights and applies adapters to them. All calls are collective."""
 
     def update_adapters(self, base: Weights, adapters: Weights, version: int) -> None:
-        """Receive adapters, by their names in a checkpoint, and at the first call the base weights. `version` is the
-        number of steps that the policy has done."""
+        """Receive adapters, by their names in a checkpoint, and at the first call the base weights.
+
+        `version` is the number of steps that the policy has done.
+        """

@@ -43,8 +43,10 @@ def gather_requests(
 
 
 def scatter_samples(parts: Sequence[Sequence[Sample]], coordinator: Coordinator) -> list[Sample]:
-    """Send each rank its entry of the leader's `parts`, and return this rank's entry. Collective. The other ranks'
-    `parts` are ignored."""
+    """Send each rank its entry of the leader's `parts`, and return this rank's entry. Collective.
+
+    The `parts` of all other ranks are ignored.
+    """
     if not coordinator.is_leader:
         return from_arrays({name: tensor.numpy() for name, tensor in receive_tensors(coordinator, 0).items()})
     for rank in range(1, coordinator.world_size):
@@ -91,8 +93,10 @@ def requests_from_tensors(tensors: dict[str, Tensor]) -> list[Request]:
 
 
 def send_tensors(coordinator: Coordinator, tensors: Mapping[str, Tensor], to: int) -> None:
-    """Send `tensors` (CPU, types in DTYPES) to a rank that calls `receive_tensors`. Only these two ranks call. If
-    several pairs exchange tensors, all ranks must go through the pairs in the same order."""
+    """Send `tensors` (CPU, types in DTYPES) to a rank that calls `receive_tensors`. No other rank takes part.
+
+    If several pairs exchange tensors, all ranks must go through the pairs in the same order.
+    """
     head = {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()}
     text = torch.frombuffer(bytearray(json.dumps(head).encode()), dtype=torch.uint8)
     coordinator.send(torch.tensor([len(text)]), to)

@@ -15,7 +15,7 @@ is not known."""
 Digests = Mapping[str, Digest]
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CPU_CHUNK, _GPU_CHUNK = 1 << 17, 1 << 21  # elements summed at once; each needs up to 32 bytes beside the weights
+_CPU_CHUNK, _GPU_CHUNK = 1 << 17, 1 << 21  # elements summed at once; each needs up to 32 bytes of memory
 _MASK = (1 << 64) - 1
 # An odd number that is 3 modulo 8. So its powers for two places differ in a low bit, and a swap changes the place sum.
 _BASE = 0x9E3779B97F4A7C13
@@ -95,11 +95,11 @@ class WeightCheck:
 
     - A weight is compared with the engine's weight of the same name.
     - A fused weight is compared with the concatenation of its parts.
-    - The other weights of a layer (such as experts) have different names in the engine. The check sums these
-      weights as sent, and the weights of the layer that only the engine has, and compares the two sums. If the
-      sums differ at the first sync, the check assumes that the engine computes its weights from the sent ones (Mamba's
-      decay rates, for example). The check then logs a warning, and from then on only requires that the engine's sum
-      changes exactly when the sum of the sent weights changes.
+    - The other weights of a layer (such as experts) have different names in the engine, so the check compares two sums
+      per layer: over the sent weights without a counterpart of their name, and over the engine's weights without one.
+      If the sums differ at the first sync, the check assumes that the engine computes its weights from the sent ones
+      (Mamba's decay rates, for example). The check then logs a warning, and from then on only requires that the
+      engine's sum changes exactly when the sum of the sent weights changes.
     - The places of elements are compared if one device has the whole weight. A weight whose elements have other places
       at the first sync (a transposed weight, for example) is from then on compared without places.
     - Weights without a counterpart are not compared.
@@ -131,8 +131,10 @@ class WeightCheck:
         return set(map(self._renamed, sent))
 
     def check(self, sent: Digests, ranks: Sequence[Digests], version: str) -> None:
-        """Compare `sent` with `ranks`, the digests of each engine device by the engine's names. Raises WeightsMismatch
-        with the weights that differ, and whether each still has its old value."""
+        """Compare `sent` with `ranks`, the digests of each engine device by the engine's names.
+
+        Raises WeightsMismatch with the weights that differ, and whether each still has its old value.
+        """
         actual_names: set[str] = set().union(*ranks)
         groups = {name: self._group(name, actual_names) for name in sent}
         # Sort the parts of a fused weight by their order in the weight, which may not be the order of sending.

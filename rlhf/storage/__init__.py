@@ -1,1 +1,1 @@
-"""Stores bytes on disk: file operations, hashes, verified reads, tensor shards, names, errors. Depends on events."""
+"""Stores bytes on disk: file operations, hashes, verified reads, tensor shards, names, errors. Imports rlhf.events."""

@@ -82,7 +82,7 @@ def normalize(box: Box, shape: Sequence[int]) -> Box:
 
 
 def bounds(box: Box, shape: Sequence[int]) -> tuple[int, int]:
-    """Return the positions of a non-empty part's first element, and after its last, in the flattened tensor."""
+    """Return the smallest range [start, stop) of the flattened tensor that contains a non-empty part."""
     if box.is_range:
         return box.offsets[0], box.offsets[0] + box.sizes[0]
     layout = layout_of(box, whole_box(shape), shape)

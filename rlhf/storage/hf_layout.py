@@ -39,7 +39,8 @@ class WeightsFile:
 def lay_out_weights(tensors: Tensors, shard_bytes: int | None = None, stem: str = STEM) -> list[WeightsFile]:
     """Return files for `tensors` (name -> safetensors type and shape), filled in order up to `shard_bytes` each.
 
-    Within a file, wider types come first, as the specification requires, so that each tensor is aligned to its items.
+    Within a file, wider types come first, as the specification requires: each tensor then begins at a multiple of its
+    element size.
     """
     most = SHARD_BYTES if shard_bytes is None else shard_bytes
     groups: list[list[str]] = [[]]

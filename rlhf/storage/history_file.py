@@ -80,7 +80,7 @@ def parse_record(path: Path, number: int, line: bytes) -> dict[str, float]:
 
 def end_of_step(path: Path, step: int, mark: HistoryMark | None) -> int:
     """Return the number of bytes of the records up to `step`. If `mark`, which was saved at `step`, fits
-    the file, read no records. Otherwise raise DamagedHistory for a line without a step."""
+    the file, read no records. Otherwise read them, and raise DamagedHistory for a line without a step."""
     if mark is not None and mark.fits(path):
         return mark.size
     size = 0

@@ -29,7 +29,7 @@ class TrainState(Protocol):
         """Finish a load into the shards. For example, recompute other copies of the weights."""
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the other state, JSON-able: the LR schedule."""
+        """Return the other state, JSON-able: the LR schedule and the numbers of steps taken."""
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         """Restore `extra_state`."""

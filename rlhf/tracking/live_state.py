@@ -29,8 +29,8 @@ TAIL_BYTES = 1 << 20
 WINDOW = 20
 """Number of newest steps whose mean time predicts the remaining time."""
 FACTOR, SHORTEST_S = 5.0, 300.0
-"""Without `trainer.watchdog_timeout_s`, a run counts as hung after FACTOR times its longest recent step without
-progress, but at least SHORTEST_S. The watchdog uses the same rule."""
+"""Without `trainer.watchdog_timeout_s`, a run counts as hung if it makes no progress for FACTOR times the duration of
+its longest recent step, and at least SHORTEST_S seconds. The watchdog uses the same rule."""
 _TIMES = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
 
 
@@ -110,7 +110,7 @@ def _read_state(run_dir: Path) -> LiveState:
     for each in records:
         record |= each
     if wrong := [name for name, value in record.items() if not isinstance(value, int | float)]:
-        raise TypeError(f"{wrong[0]} is no number")
+        raise TypeError(f"{wrong[0]} is not a number")
     restarts = sum(event.kind == "crashed" for event in events)
     now = time.time()
     checkpoint = next((path for path in scan(run_dir) if (path / MANIFEST).is_file()), None)

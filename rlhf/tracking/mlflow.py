@@ -61,7 +61,9 @@ class Mlflow:
         self._system_at = time.monotonic()
 
     def start(self, history: History) -> None:
-        """Start the thread. After a rollback the thread goes on: it notices the cut and sends no step twice.
+        """Start the thread.
+
+        After a rollback the thread goes on: it notices that metrics.jsonl was cut, and sends no step twice.
 
         Raises:
             Exception: mlflow cannot be imported.
@@ -92,7 +94,7 @@ class Mlflow:
             self._given_up.set()
             last = self._run.last_step
             steps = "all steps" if last < 0 else f"the steps after {last}"
-            raise TimeoutError(f"the server lacks {steps}, and how the run ended; the next resume sends them")
+            raise TimeoutError(f"the server lacks {steps} and the run's final status; the next start sends both")
 
     def _work(self) -> None:
         delay = FIRST_RETRY_S
@@ -161,7 +163,7 @@ class Mlflow:
         except Exception as error:
             self._run.check_alive()  # raises if the server itself is gone
             self._files_fail = True
-            logger.warning("mlflow: settings and samples are not uploaded (%s); metrics are", _line(error))
+            logger.warning("mlflow: metrics are uploaded, but settings and samples are not (%s)", _line(error))
 
 
 def mark_failed(trainer: TrainerConfig, config: MlflowConfig, run_id: str) -> None:

@@ -124,7 +124,7 @@ def report_text(report: dict[str, Any], run_dir: Path) -> str:
     lines = [f"{label:<{LABEL}} {value}" for label, value in rows]
     for finding in report["findings"]:
         first, *more = wrapped(finding, WIDTH - LABEL - 1)
-        lines += [f"{'not done':<{LABEL}} {first}", *(f"{'':<{LABEL}} {line}" for line in more)]
+        lines += [f"{'warning':<{LABEL}} {first}", *(f"{'':<{LABEL}} {line}" for line in more)]
     if report["sources"]["results"]:
         lines += ["", text_table(list(_source_rows(report["sources"])))]
     return "\n".join(lines)

@@ -46,8 +46,8 @@ class RunLog:
         return self._tracker.state_dict() if self._tracker is not None and self._started else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the end of the history at which the next `start` or `rewind` cuts. Raise KeyError or ValueError for a
-        state of another form, because only rank 0 reads the state later."""
+        """Set the end of the history at which the next `start` or `rewind` cuts. Raise KeyError or ValueError for an
+        invalid state, on every rank: later only rank 0 reads the state, and its error would come too late."""
         if state:
             HistoryMark.parse(state["mark"])
             str(state["run_id"])

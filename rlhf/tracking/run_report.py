@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 def write_report(run_dir: Path) -> str:
     """Write `report/report.json` and `report/report.html`, and return the text to show.
 
-    If the page fails, only log a warning: a reader can write the page later.
+    If the page fails, only log a warning: `python -m rlhf.report` can write the page later.
     """
     report = summarize(run_dir)
     make_dir_durably((run_dir / REPORT).parent)

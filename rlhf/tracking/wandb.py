@@ -96,7 +96,7 @@ class Wandb:
         """Upload the remaining data. `outcome` is ignored: wandb shows every run as finished.
 
         Raises:
-            TimeoutError: the upload took over FINISH_TIMEOUT_S; `wandb sync` uploads the rest from the run directory.
+            TimeoutError: the upload exceeded FINISH_TIMEOUT_S; `wandb sync` uploads the rest from the run directory.
         """
         if self._run is not None:
             self._run.finish()

@@ -70,7 +70,7 @@ def test_a_killed_run_reports_the_findings_of_an_undisturbed_run(slow, sums, tmp
         assert end.code == EXIT_DONE, end.output
         report = json.loads((tmp_path / "rlhf" / name / "report" / "report.json").read_text())
         for finding in report["findings"]:
-            assert finding in " ".join(end.output.replace("not done ", "").split())
+            assert finding in " ".join(end.output.replace("warning ", "").split())
         found.append(report["findings"])
     assert (tmp_path / "hit").exists()
     assert found[0] == found[1]

@@ -163,7 +163,7 @@ def test_a_resume_warns_if_thread_counts_may_change_bits(tmp_path, caplog):
     assert "may not be bit-identical" not in caplog.text
     assert resume(config, PlainRole(), threads=[8]) == 2
     assert (
-        "Its ranks had 4 CPU threads each and continue with 8 (trainer.threads_per_rank): the state is exact"
+        "Ranks had 4 CPU threads each at the save and 8 now (trainer.threads_per_rank): the state is exact"
         in caplog.text
     )
     checkpointer = make_checkpointer(config, PlainRole(), threads=[4])

@@ -22,7 +22,7 @@ from rlhf.storage.layout import MANIFEST, step_of
 from rlhf.storage.reading import CheckedFiles, read_regular
 
 LARGEST_BYTES = 256 << 20
-"""Upper limit of a manifest's bytes, which suffices for the hashes of 30 TB."""
+"""Largest size of a manifest in bytes: enough for the hashes of a checkpoint of 30 TB."""
 BLOCKS_AT_A_TIME = 64
 """Blocks verified between two progress reports."""
 DOMAINS = "domains"

@@ -58,7 +58,7 @@ def output_folder(target: Path, *, overwrite: bool = False, sources: Iterable[Pa
         yield folder
         _publish(folder, target, overwrite)
     except BaseException as error:
-        # After an exchange that was not undone, the earlier output has this name.
+        # If an exchange was not undone, `folder` now names the earlier output: do not remove it.
         if folder.exists() and folder.stat().st_ino == made:
             remove_dir(folder, ignore_errors=True)
         if isinstance(error, OSError) and error.filename is not None:  # names a folder that is gone
@@ -98,7 +98,10 @@ def check_target(target: Path, overwrite: bool, sources: Iterable[Path]) -> None
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise UserError(f"{target} exists already. Give another target, or --overwrite to replace it.")
     if real in (Path.cwd(), *Path.cwd().parents, Path.home()) or target.is_mount():
-        raise UserError(f"{target} must not be replaced. Give a new folder in it.")
+        raise UserError(
+            f"{target} must not be replaced: it is your home folder, a mount point, or contains the working directory. "
+            "Give a new folder in it."
+        )
     if overwrite and (found := _find_checkpoint(target)) is not None:
         raise UserError(
             f"{found} is a checkpoint of a run, which --overwrite does not replace. Give another target, or remove it "
@@ -163,8 +166,8 @@ def _clear(leftover: Path, target: Path) -> None:
 
 
 def _create_locked(target: Path) -> tuple[Path, int | None]:
-    """Create and lock a folder beside `target`; the lock tells other processes that the writer lives. Return
-    the folder, and the lock's file descriptor (None on a file system without locks)."""
+    """Create and lock a folder beside `target`; while the lock is held, other processes know that the
+    writer is alive. Return the folder, and the lock's file descriptor (None on a file system without locks)."""
     while True:
         folder = target.parent / fresh_name(INCOMPLETE, target.name)
         try:

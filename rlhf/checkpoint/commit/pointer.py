@@ -1,6 +1,7 @@
 """Writes the pointer file, which names the newest step for users and tools.
 
-The pointer is only a hint: a scan of the directory decides. But a start rejects a pointer without checkpoints.
+The pointer is only a hint: a resume scans the directory for checkpoints. But a start raises UserError if there is a
+pointer and no checkpoint.
 """
 
 import logging

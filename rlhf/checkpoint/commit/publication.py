@@ -154,7 +154,7 @@ def _update_pointer(run_dir: Path, step: int, event: str | None = None) -> None:
 
 
 def _sealed(run_dir: Path) -> dict[Path, str | None]:
-    """Return each save's temporary directory that has a manifest, with its hash, or None if damaged."""
+    """Map each temporary directory that has a manifest to the manifest's hash, or to None if it is damaged."""
     return {
         path: _manifest_hash(path)
         for path in run_dir.iterdir()

@@ -1,4 +1,4 @@
-"""Removes checkpoints. One rename removes the name first, so that no kill leaves half a checkpoint under its name."""
+"""Removes checkpoints: renames each to trash first, so that a kill never leaves half a checkpoint under its name."""
 
 import logging
 from pathlib import Path

@@ -149,7 +149,7 @@ class NativeCheckpoint:
         if self._adapter_form is not None:
             infos = {name: tensor.info for name, tensor in self._adapter_tensors.items()}
             kept = self._adapter.config if self._adapter_form == KEEP else None
-            absent = ["the optimizer's moments: they are of an adapter", *self._absent]
+            absent = ["the optimizer's moments: they belong to an adapter", *self._absent]
             return Contents(infos, {}, self._progress, self.model_files, adapter=kept, absent=absent)
         tensors = self._components[0].infos
         parts = self._components[1:]
@@ -191,7 +191,7 @@ class NativeCheckpoint:
             raise self.damaged(error) from None
 
     def damaged(self, error: DamagedCheckpoint) -> DamagedCheckpoint | UserError:
-        """Return the error with the checkpoint's name, or one that says it was removed meanwhile."""
+        """Return `error` with the checkpoint's path, or an error that the checkpoint was removed while it was read."""
         return _of_checkpoint(self.path, error)
 
     def close(self) -> None:

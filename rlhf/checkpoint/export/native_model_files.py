@@ -1,4 +1,4 @@
-"""Finds the config, tokenizer and chat template of a native checkpoint: in it, or in its run's initial model."""
+"""Finds the config, tokenizer and chat template of a native checkpoint, there or in the run's initial model."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Messages with one block of a checkpoint's file, from the rank that reads the block to another node's rank.
+"""Defines the message with one block of a checkpoint file that a rank sends to a rank of another node.
 
 The first byte is 1 if the sender could read the block.
 """

@@ -27,7 +27,7 @@ def check_compatible(
 ) -> frozenset[str]:
     """Raise UserError unless the run `identity` with `config` may continue from this checkpoint; log differences.
 
-    Return the settings whose values or files change the run. `moving_reference`: whether the run's reference moves.
+    Return the settings whose values or files change the run. `moving_reference`: whether `ref.update_freq` is set.
     `allow_change`: `trainer.allow_config_change`. `begins`: whether a new run begins at this checkpoint
     (`trainer.resume_mode=resume_path`). For an imported checkpoint, check only the contents, because it
     belongs to no run.
@@ -99,19 +99,19 @@ def same_bits_problems(manifest: Manifest, identity: Identity, world_size: int) 
     lines = []
     if manifest.world_size != world_size:
         writers = f"{manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
-        lines.append(f"It was saved by {writers} and continues with {world_size}")
+        lines.append(f"The checkpoint was saved by {writers} and continues with {world_size}")
     elif manifest.threads != identity.threads:
         saved, present = (", ".join(map(str, sorted(set(threads)))) for threads in (manifest.threads, identity.threads))
-        lines.append(f"Its ranks had {saved} CPU threads each and continue with {present} (trainer.threads_per_rank)")
+        lines.append(f"Ranks had {saved} CPU threads each at the save and {present} now (trainer.threads_per_rank)")
     if manifest.numerics != identity.numerics:
         before, now = manifest.release, identity.versions.get("rlhf")
         lines.append(
-            f"It was saved with numerics version {manifest.numerics} (rlhf {before}) and continues with "
+            f"The checkpoint was saved with numerics version {manifest.numerics} (rlhf {before}) and continues with "
             f"{identity.numerics} (rlhf {now})"
         )
     # Releases of one numerics version compute the same bits.
     for name in sorted((manifest.versions.keys() | identity.versions.keys()) - {"rlhf"}):
         saved, present = (versions.get(name, "none") for versions in (manifest.versions, identity.versions))
         if saved != present:
-            lines.append(f"It was saved with {name} {saved} and continues with {present}")
+            lines.append(f"The checkpoint was saved with {name} {saved} and continues with {present}")
     return lines

@@ -12,8 +12,8 @@ from rlhf.storage.reading import parse_json
 
 
 def parse_document(name: str, content: bytes, step: int) -> Any:
-    """Parse a small file of the checkpoint of `step`; raise DamagedCheckpoint unless the file has the format of its
-    name."""
+    """Parse a small file of the checkpoint of `step`; raise DamagedCheckpoint if the content does not have the
+    format that `name` implies."""
     if name == DRIVER_STATE:
         return parse_driver_state(content, name, step)
     if name.endswith(".json"):

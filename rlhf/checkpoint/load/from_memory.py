@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Stale(Exception):
-    """An intact snapshot that this start must not use."""
+    """This start must not use the snapshot, although the snapshot may be undamaged."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ def locate_snapshot(path: Path, place: MemoryPlace, history: HistoryPlace, last_
         raise Stale(located.missing_text("memory"))
     if located.manifest.step > last_step:
         raise Stale(f"{path.name} is after the run's last step, {last_step}")
-    # Promise 4. Read all bytes before the load overwrites the state: if no older state is left, the run begins at
-    # step 0 with its initial state.
+    # Promise 4. Read all bytes before the load overwrites the state. If this snapshot is damaged and nothing older is
+    # left, the run begins at step 0 and needs its initial state intact.
     located = locate_intact(located, ranks)
     files = CheckedFiles(path, located.manifest.files)
 

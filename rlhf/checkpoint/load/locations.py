@@ -68,8 +68,8 @@ def reject_lost(run_dir: Path, coordinator: Coordinator) -> None:
     checkpoint. Collective.
 
     The trainer removes the pointer before the last checkpoint loses its name, so a pointer alone means that another
-    program or a user has removed the checkpoints. So does a recorded save alone, unless the trainer has set checkpoints
-    aside: a fork then begins again from its source.
+    program or a user has removed the checkpoints. A recorded save without a checkpoint means the same, unless the
+    trainer has set checkpoints aside: then a fork begins again from its source.
     """
     if published(run_dir, coordinator):
         return

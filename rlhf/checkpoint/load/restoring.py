@@ -178,7 +178,7 @@ class _Loading:
     def verify_rest(self, numbers: BlockNumbers, verified: bytes) -> _Outcome:
         """Verify this rank's share of the blocks that no rank has verified, that is, of the blocks not in `verified`. A
         damaged model in `hf_model` is damage, even if the run itself does not read that model."""
-        # The first domain that has a file verifies the file. The driver's domain reports missing files.
+        # The first domain that has a file verifies the file. Domain 0 reports files that no domain has.
         domain = self._coordinator.domain
         names = [name for name in self._manifest.files if self._located.source_domain(name) == domain]
         with self._timing(REST):
@@ -230,8 +230,8 @@ class _Loading:
         return any(before.get(key, prompts[key]) != prompts[key] for key in PROMPT_HASHES if key in prompts)
 
     def _tensors(self) -> Iterator[tuple[str, str, Shards, str, str]]:
-        """Yield each folder of tensors to read: part of the throughput, name, target shards, description and
-        setting."""
+        """Yield, for each folder of tensors to read: the key in `by_part`, the folder, the shards to fill, and for
+        error messages a description and the setting that names the model."""
         for name, role in self._state.roles.items():
             if name not in self._manifest.roles:
                 if self._manifest.imported:
@@ -290,7 +290,7 @@ class _Loading:
         return names
 
     def _carried(self) -> list[str]:
-        """Return the carried samples that this rank restores: those of saved ranks r, r + W, ... (rank r of W now)."""
+        """Return the carried-sample files that this rank (r of W) restores: the files of saved ranks r, r + W, ..."""
         saved = range(self._rank, self._manifest.world_size, self._world_size)
         names = [f"{CARRIED}/{rank_file(rank)}" for rank in saved]
         return [name for name in names if name in self._manifest.files]
@@ -308,7 +308,8 @@ class _Loading:
             set_rng_state(self._documents[self._rng_file])
             return
         if self._rank == self._manifest.world_size and not self._manifest.imported:  # one warning for all ranks
-            log.warning("%s has no RNG state for rank %d and above; seeded afresh.", self._path, self._rank)
+            text = "%s has no RNG state for rank %d and above; the generators of these ranks are seeded afresh."
+            log.warning(text, self._path, self._rank)
         seed_everything(seed + self._manifest.step, self._rank)
 
     @contextmanager

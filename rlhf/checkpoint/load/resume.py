@@ -43,7 +43,8 @@ def restore(
     """Restore `state` and this rank's generators from the newest intact checkpoint of the run `identity`. Collective.
 
     Verifies every byte, most bytes while loading. When any rank finds damage, all ranks set the checkpoint aside and
-    try the next older one, at last `source` (`trainer.resume_from_path`). `checkpoint.load_contents` is for `source`.
+    try the next older one, and finally `source` (`trainer.resume_from_path`). `checkpoint.load_contents` applies only
+    to `source`.
 
     If nodes have their own disks, a checkpoint is complete when all disks together have every file. Incomplete
     checkpoints are logged with their missing files, and set aside once an older checkpoint is loaded.
@@ -53,8 +54,8 @@ def restore(
 
     Returns None, with nothing changed, only for a run directory that never had a checkpoint. Raises UserError if every
     checkpoint is damaged or incomplete (a run must never silently start again at step 0), or if a checkpoint does not
-    fit the configuration. Raises RuntimeError if only new ranks can load the checkpoint: it lacks parts that the load
-    of a damaged checkpoint has overwritten. After an error, `state` is undefined.
+    fit the configuration. Raises RuntimeError if the ranks must restart before they can load the checkpoint: the load
+    of a damaged checkpoint has overwritten parts that this checkpoint lacks. After an error, `state` is undefined.
     """
     overwritten: set[str] = set()
 
@@ -81,7 +82,7 @@ def restore(
         if located.manifest.imported and coordinator.is_leader:
             log.warning("%s", _describe_start(located, state, wanted))
         elif left_out and coordinator.is_leader:
-            why = "as set by checkpoint.load_contents" if begins else "which were not saved: a crash changes this run"
+            why = "as set by checkpoint.load_contents" if begins else "which were not saved, so the results change"
             log.warning("%s: the run continues without its %s, %s.", located.path, " and ".join(left_out), why)
         overwritten.update(restored)
         return replace(load_state(located, state, wanted, trainer.seed, ranks, changed), kept=kept)

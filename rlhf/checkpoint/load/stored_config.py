@@ -19,7 +19,8 @@ CODE = "model.trust_remote_code"
 
 
 def changes_since(path: Path, manifest: Manifest, config: ResolvedConfig) -> ConfigDiff:
-    """Return the changes of `config` since the checkpoint at `path`; raise DamagedCheckpoint if its text is damaged."""
+    """Return the changes of `config` since the checkpoint at `path`; raise DamagedCheckpoint if its
+    configuration is damaged."""
     # Skip equal texts by their hash: parsing a configuration takes longer than loading a small model.
     if manifest.imported or manifest.config_hash == config.hash:
         return ConfigDiff([], [])

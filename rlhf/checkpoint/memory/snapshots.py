@@ -92,8 +92,8 @@ class MemorySnapshots:
             self._memory = replace(self._memory, replicas=nodes - 1)
         elif replicas >= nodes:
             raise UserError(
-                f"checkpoint.memory.replicas={replicas}: copies are in the memory of other nodes, and the ranks see "
-                f"{nodes} different folder{'s' if nodes > 1 else ''} {self.place.folder.parent}. Set "
+                f"checkpoint.memory.replicas={replicas}: each copy needs the memory of another node, but the ranks see "
+                f"only {nodes} separate folder{'s' if nodes > 1 else ''} {self.place.folder.parent}. Set "
                 f"checkpoint.memory.replicas={nodes - 1}, or checkpoint.memory.dir to a folder of each node's own."
             )
 

@@ -332,7 +332,7 @@ def _chunks_of(path: Path, size: int | None = None) -> Iterator[bytes]:
 
 def _describe_run_files(run_dir: Path, source: Path, step: int) -> dict[str, dict[str, Any]]:
     """Return size and hashes of the run files that belong to `source`: run.json, and the metric history up to `step`.
-    These records are durable before the checkpoint and never change."""
+    The records up to `step` were synced before the checkpoint was published, and never change."""
     state, history = source / DRIVER_STATE, run_dir / HISTORY
     try:
         saved = json.loads(state.read_bytes()).get("history") if state.exists() else None

@@ -166,7 +166,7 @@ class _Download:
 def unreadable_message(url: str, text: str) -> str:
     return (
         f"checkpoint.remote={url} cannot be read, but may have checkpoints of this run ({text}). "
-        "Restore access to it and start again."
+        "Restore access to the remote and start again."
     )
 
 

@@ -125,7 +125,7 @@ def _needed(snapshot: Snapshot, linked: Collection[str], copies: int, coordinato
 
 
 def _with_shared_files(snapshot: Snapshot, coordinator: Coordinator) -> Snapshot:
-    """Return `snapshot`. On leaders of other domains, add rank 0's small files, which a resume reads on every rank."""
+    """Return `snapshot`, on leaders of other domains with rank 0's small files: a resume reads them on every rank."""
     if len(coordinator.domain_leaders) == 1:
         return snapshot
     names = {CONFIG, DRIVER_STATE, *(f"{role}/{SCHEDULE}" for role in snapshot.roles)}

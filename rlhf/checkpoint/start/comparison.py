@@ -106,8 +106,9 @@ def _check_renamed_models(path: Path, manifest: Manifest, config: ResolvedConfig
 
 
 def compare_finished(path: Path, manifest: Manifest, config: ResolvedConfig) -> list[str]:
-    """Return log lines: the changed settings that do not affect a finished run's results, and files that cannot be
-    read. Raise UserError when the run has another model than `config`, or other files of users' functions."""
+    """Return log lines about changed settings that do not affect a finished run's results, and about users' files that
+    cannot be read or, with `trainer.allow_config_change`, have changed. Raise UserError if a model's files differ from
+    the run's, or if users' files differ without `trainer.allow_config_change`."""
     harmless = changes_since(path, manifest, config).harmless
     others = _other_models(manifest, config, [change.key for change in harmless if change.key in MODEL_NAMES])
     lines = []
@@ -128,8 +129,9 @@ def compare_finished(path: Path, manifest: Manifest, config: ResolvedConfig) -> 
         raise UserError(
             f"the run in {path.parent} is finished at step {manifest.step}, and {' and '.join(others)} "
             f"{'holds' if len(others) == 1 else 'hold'} other files than the run used. To get its report, restore the "
-            f"files or set trainer.allow_config_change=true. To run with these files, {NEW_RUN}. To continue the "
-            "finished run with these files, raise trainer.total_training_steps, too."
+            "files (for files other than models, trainer.allow_config_change=true suffices). To run with these files, "
+            f"{NEW_RUN}. To continue the finished run with these files, set trainer.allow_config_change=true and raise "
+            "trainer.total_training_steps."
         )
     exported = EXPORT_SETTINGS if "hf_model" in config.setting("checkpoint.contents") else ()
     unused = [change for change in harmless if change.key not in (*MODEL_NAMES, *exported)]

@@ -144,7 +144,7 @@ def _agreed_run(run_dir: Path, coordinator: Coordinator) -> dict[str, Any]:
 
 
 def _download_history(run_dir: Path, run_id: str, coordinator: Coordinator) -> None:
-    """Move the metric history to the driver's disk from the last driver's disk, which has the longest history."""
+    """Move the longest metric history to rank 0's disk. It is on the disk that rank 0 had at the last start."""
     if len(coordinator.domain_leaders) == 1:
         return
     path = run_dir / HISTORY

@@ -25,8 +25,9 @@ MOST, LONGEST, DEEPEST = 100, 200, 8
 """Limits for a driver state of any size: values shown, characters of each value, and levels of nesting."""
 
 DOCUMENT = (
-    "`checkpoints`, as of `list`, with `linked`, `versions`, `numerics`, `format`, `driver_state`, `folders`: "
-    "`folder`, `bytes`, `tensors` (null, or `name`, `dtype`, `shape`, `shards`)"
+    "`checkpoints`: `path`, `problem` (null or a line); if readable `step`, `created`, `size` (text), `bytes`, "
+    "`linked_bytes`, `files`, `ranks`, `backend`, `contents`, `metrics`, `linked`, `versions`, `numerics`, `format`, "
+    "`imported`, `driver_state`, `folders`: `folder`, `bytes`, `tensors` (null, or `name`, `dtype`, `shape`, `shards`)"
 )
 add_arguments = partial(add_address, document=DOCUMENT)
 

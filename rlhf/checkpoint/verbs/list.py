@@ -24,9 +24,9 @@ HELP = "one line per checkpoint of a run directory, or of all run directories in
 DOCUMENT = (
     "`runs`: `path`, `rules` (null if unknown), `pointer` (null if missing), `set_aside` (`reason`, `name`), "
     "`in_memory` (snapshots, like `checkpoints` without `kept`), `checkpoints`: `path`, `step`, `state` (`committed`, "
-    "`damaged`, `other format`, `removed`), `problem` (null or a line), `kept` (reasons; empty: may go; "
-    "null: unknown); if committed `created`, `size` (text), `bytes`, `linked_bytes`, `files`, `ranks`, `backend`, "
-    "`contents`, `metrics`"
+    "`damaged`, `other format`, `removed`), `problem` (null or a line), `kept` (reasons; empty: removed after the next "
+    "save; null: unknown); if committed `created`, `size` (text), `bytes`, `linked_bytes`, `files`, `ranks`, "
+    "`backend`, `contents`, `metrics`"
 )
 add_arguments = partial(add_address, document=DOCUMENT)
 

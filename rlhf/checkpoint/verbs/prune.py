@@ -20,11 +20,12 @@ from rlhf.printable import printable
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import step_of
 
-HELP = "remove checkpoints as retention would, and kills' leftovers; without --yes only show them"
+HELP = "remove checkpoints as retention would, and leftovers of killed runs; without --yes, only list them"
 
 
 DOCUMENT = (
-    "`removed` (true with --yes), `runs`: `path`, `problem`, `rules`, `newest_whole`, `going` (`name`, `kind`: "
+    "`removed` (true with --yes), `runs`: `path`, `problem`, `rules`, `newest_whole` (step of the newest intact "
+    "checkpoint, or null), `going` (what is or would be removed: `name`, `kind`: "
     "`checkpoint`, `set aside`, `leftover`; `bytes`; `left`: not removed), `kept` (steps), `bytes` (freed), `left` "
     "(names not removed)"
 )

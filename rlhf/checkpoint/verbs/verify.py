@@ -17,7 +17,7 @@ HELP = "read every byte and compare it with the manifest"
 
 DOCUMENT = (
     "`checkpoints`: `path`, `step`, `state` (`intact`, `part` of one disk, `damaged`, `other format`, `removed` by its "
-    "run meanwhile), `problem`; if intact or part `bytes`, `linked_bytes`, `files`, `files_here`"
+    "run meanwhile), `problem`; if intact or part: `bytes`, `linked_bytes`, `files`, `files_here`"
 )
 add_arguments = partial(add_address, document=DOCUMENT)
 
@@ -30,7 +30,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _verified(checkpoint: FoundCheckpoint, *, named: bool) -> tuple[list[str], dict[str, Any]]:
-    """Return a checkpoint's lines and document. A removal by its run is a problem only if the user `named` it."""
+    """Return a checkpoint's lines and document. If its run has removed the checkpoint, `problem` is set only if
+    the user `named` this checkpoint."""
     document: dict[str, Any] = {"path": checkpoint.name, "step": checkpoint.step, "problem": None}
     manifest = read_checkpoint(checkpoint, lambda: verify_found(checkpoint))
     if isinstance(manifest, Unreadable):

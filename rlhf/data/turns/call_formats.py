@@ -63,14 +63,14 @@ def _xml_call(body: str, tools: ToolSchemas) -> Written:
 def _parameters(text: str) -> Iterator[tuple[str, str]]:
     """Yield name and value of each parameter. A parameter without an end, and all after it, are left out."""
     at = 0
-    # One regular expression for start and end would search an end that is missing once for each start.
+    # One regular expression for start and end would search the text for a missing end again from every start.
     while (start := _PARAMETER.search(text, at)) and (end := text.find(_PARAMETER_END, start.end())) >= 0:
         yield start[1], text[start.end() : end].removesuffix("\n")
         at = end + len(_PARAMETER_END)
 
 
 def llama3(text: str, tools: ToolSchemas) -> tuple[str, list[Written]]:
-    """Read Llama's calls: `{"name": ..., "parameters": {...}}`, several with semicolons, or after `<|python_tag|>`."""
+    """Read Llama's calls: `{"name": ..., "parameters": {...}}`, separated by semicolons or `<|python_tag|>`."""
     body = text.strip()
     if not (first := _LLAMA.match(body) or re.search(r"<\|python_tag\|>", body)):
         return body, []

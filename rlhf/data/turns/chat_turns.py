@@ -40,7 +40,7 @@ _MORE_STOPS = {"llama3": ("<|eom_id|>",), HARMONY: ("<|return|>", "<|call|>")}
 
 
 def env_template(path: str) -> str:
-    """Return the chat template in the file `env.template`. Raise UserError for a missing file or a wrong syntax."""
+    """Return the chat template in the file `env.template`. Raise UserError for a missing file or invalid syntax."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise UserError(f"env.template={path} is not a file. Correct the path.")
@@ -120,7 +120,7 @@ class ChatTurns:
             ) from error
 
     def observation(self, sampled: Sequence[int], messages: Messages) -> list[int]:
-        """Return the tokens to append to a turn: the rest of its end, new messages, the next generation prompt.
+        """Return the tokens to append to a turn: what is missing of its end, new messages, the next generation prompt.
 
         Args:
             sampled: the tokens of the turn. If the turn was cut, they do not end with one of `stop_token_ids`.
@@ -208,8 +208,8 @@ class ChatTurns:
         if found is None:
             remedy = "Correct it" if given else "Set env.template=path.jinja to a template that does not"
             raise UserError(
-                f"{self._where}: the chat template {problem}, so turns cannot be appended to what the policy sampled. "
-                f"{remedy}."
+                f"{self._where}: the chat template {problem}, so messages cannot be appended to the tokens that the "
+                f"policy sampled. {remedy}."
             )
         name, self._training = found
         self.template_name = f"the training template {name}"
@@ -228,8 +228,8 @@ class ChatTurns:
         end = next((token for token in tail if token in self._special), None)
         if end is None:
             raise UserError(
-                f"{self._where}: the chat template ends the policy's turn with no special token, so no turn can end. "
-                "Set env.template to a template that does."
+                f"{self._where}: the chat template prints no special token after a turn of the policy, so no turn can "
+                "end. Set env.template to a template that ends turns with a special token."
             )
         return end
 

@@ -41,7 +41,7 @@ def announcement(tools: ToolSchemas) -> str:
 
 
 def plain_call(name: str, arguments: Mapping[str, Any], tools: ToolSchemas) -> str:
-    """Write a call."""
+    """Return the text of a call."""
     if _only_text(name, tools) and len(arguments) == 1:
         return f"<{name}({next(iter(arguments.values()))})>"
     values = (f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items())

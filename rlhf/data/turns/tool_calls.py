@@ -108,7 +108,7 @@ def parsed_json(text: str) -> Any:
 
 
 def written_object(text: str, keys: Sequence[str] = ("arguments", "parameters")) -> Written:
-    """Read `{"name": ..., "arguments": {...}}`; `keys` are the keys that may hold the arguments."""
+    """Read `{"name": ..., "arguments": {...}}`; the arguments are under one of `keys`."""
     try:
         value = parsed_json(text)
     except BROKEN_JSON as error:
@@ -143,7 +143,7 @@ class ToolSchemas:
         """Return the checked call, or an `InvalidCall` with the reason. `position` is the call's index in its turn."""
         number = _made_id(written.text, position)
         if not _is_text([written.name, written.arguments, written.id]):
-            why = "the call has half of a surrogate pair, which is no character, or is nested too deeply"
+            why = "the call has half of a surrogate pair, which is not a character, or is nested too deeply"
             return InvalidCall(written.text, why, NO_NAME, number)
         number = written.id or number
         reason = written.problem or self._problem(written)

@@ -22,13 +22,16 @@ from rlhf.data.turns.rendering import (
 
 FOLDER = Path(__file__).parent / "templates"
 NEXT: Mapping[str, Any] = {"role": "user", "content": " Next\n"}
-"""A user message whose blanks show whether a template removes them."""
+"""A user message with whitespace at both ends, to see whether a template strips it."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A training template: texts (`marks`) by which to recognise its models' chat templates, and boolean variables
-    (`switches`) that select its variant."""
+    """A training template, and how to recognise the chat templates of its model family.
+
+    marks: texts that all these chat templates contain.
+    switches: boolean variables of the training template that select its variant.
+    """
 
     name: str
     marks: tuple[str, ...]

@@ -62,7 +62,7 @@ def plan_hf_folder(source: TensorSource, where: Path, options: HfOptions) -> Pla
     changes: dict[str, Any] = {}
     tied: list[str] = []
     if options.need_architecture(config) or may_rename(config):
-        # This module imports transformers, which takes seconds.
+        # These two modules import transformers, which takes seconds.
         from rlhf.models.hf.architecture import architecture_of, check_fit
         from rlhf.models.hf.regrouped import as_in_files
 

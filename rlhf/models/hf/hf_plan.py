@@ -102,8 +102,10 @@ def plan_as_stored(tensors: Tensors, model_files: Path, options: HfOptions) -> H
 
 
 def may_rename(config: Mapping[str, Any]) -> bool:
-    """Return whether the names or the number of tensors in files may differ from the model's weights. True for a
-    model type that is not in `SAME_IN_FILES`, because only transformers can tell."""
+    """Return whether the names or the number of tensors in files may differ from the model's weights.
+
+    Return True for a model type that is not in `SAME_IN_FILES`, because only transformers knows its file format.
+    """
     return config["model_type"] not in SAME_IN_FILES
 
 

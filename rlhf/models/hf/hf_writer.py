@@ -206,8 +206,10 @@ class _LocalFile:
             check_range(name, source, target)
 
     def _parts(self, number: int) -> Iterator[tuple[str, Tensor, int, Strided]]:
-        """Yield this rank's elements in a block: tensor name, elements, the first element's byte in the block, and the
-        layout of the elements from this byte on."""
+        """Yield this rank's elements in a block as (tensor name, elements, byte, layout).
+
+        `byte` is the offset of the first element in the block, and `layout` places the elements from there on.
+        """
         start = number * BLOCK
         stop = start + self.block_bytes(number)
         candidate = max(0, bisect_right(self._begins, start) - 1)

@@ -13,8 +13,7 @@ from rlhf.storage.file_parts import FileParts, parts_of
 
 
 def as_in_files(source: TensorSource, parts: FileParts, *, without: Collection[str] = ()) -> TensorSource:
-    """Return `source` with each weight that is in `parts` replaced by its file tensors, and without the tensors
-    `without`."""
+    """Return `source` with the weights in `parts` replaced by their file tensors, and without the tensors `without`."""
     infos = {name: info for name, info in source.contents.tensors.items() if name not in without}
     here = {name: of_name for name, of_name in parts.items() if name in infos and of_name[-1].stop == infos[name].numel}
     if not here and not without:

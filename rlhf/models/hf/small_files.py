@@ -11,7 +11,7 @@ from rlhf.storage.hf_layout import MODEL_CONFIG
 from rlhf.storage.reading import read_regular
 
 SUFFIXES = (".json", ".jinja", ".model", ".txt", ".py")
-"""Suffixes of a model's files beside its weights. Python files are copied and never run."""
+"""Suffixes of a model's files other than its weights. Python files are copied and never run."""
 TEMPLATES = "additional_chat_templates"
 TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 LARGEST = 1 << 30
@@ -20,7 +20,7 @@ NOT_OF_A_MODEL = ("adapter_config.json", "trainer_state.json", "fsdp_config.json
 
 
 def is_small_file(name: str) -> bool:
-    """Return whether a file, by its path in a model's folder, belongs to the model beside its weights."""
+    """Return whether a file, by its path in a model's folder, belongs to the model but is not its weights."""
     path = Path(name)
     belongs = path.suffix in SUFFIXES and not name.endswith(".index.json") and path.name not in NOT_OF_A_MODEL
     return belongs and path.parent in (Path(), Path(TEMPLATES))

@@ -91,8 +91,11 @@ class TensorSource(Protocol):
     def contents(self) -> Contents: ...
 
     def read(self, name: str, start: int, stop: int) -> "Tensor":
-        """Return elements [start, stop) of the flattened (row-major) tensor or moment `name`: 1-D, contiguous, on the
-        CPU, in the stored type. Raises DamagedCheckpoint if the elements cannot be read."""
+        """Return elements [start, stop) of the flattened (row-major) tensor or moment `name`.
+
+        The result is 1-D, contiguous, on the CPU, and has the stored type. Raises DamagedCheckpoint if the elements
+        cannot be read.
+        """
         ...
 
     def close(self) -> None: ...

@@ -34,7 +34,9 @@ SECRET_FLAGS = ["--middleware", f"{SecretMiddleware.__module__}.{SecretMiddlewar
 
 def server_flags(arguments: Sequence[str], cpu: bool, has_secret: bool) -> list[str]:
     """Return vLLM's flags for our command line, which starts with the model. Of repeated flags, vLLM uses the last.
-    `has_secret`: the server requires a secret."""
+
+    `has_secret`: the server requires a secret.
+    """
     flags = list(arguments)
     if not flags[0].startswith("-"):  # not with --help alone, which needs no model
         flags.insert(0, "--model")

@@ -22,8 +22,10 @@ log = logging.getLogger(__name__)
 
 
 class AdapterServerEngine(ServerEngine):
-    """A `ServerEngine` that is an `AdapterEngine`. A server gets the base if its label does not name the base, for
-    example after its restart."""
+    """A `ServerEngine` that implements `AdapterEngine`.
+
+    It sends the base to each server whose label does not name the base, for example after the server's restart.
+    """
 
     _base: Weights | None = None
     _base_label = ""
@@ -70,7 +72,7 @@ def build_adapter_server_engine(
     """Build an `AdapterServerEngine` as `build_server_engine` does. Collective.
 
     Raises:
-        UserError: also if a server in `rollout.servers.urls` serves no adapters.
+        UserError: as in `build_server_engine`, or if a server in `rollout.servers.urls` serves no adapters.
     """
     engine = build_server_engine(
         replace(config, engine_kwargs=replace(config.engine_kwargs, vllm=vllm_arguments(lora, config))),

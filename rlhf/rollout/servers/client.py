@@ -92,8 +92,10 @@ class ServerClient:
         return _text(_parsed(await self._call("GET", "/version", self._short)), "version")
 
     async def max_model_len(self) -> int:
-        """Return the server's limit of prompt plus response in tokens. At the limit, vLLM ends a response as if it had
-        `max_tokens` tokens."""
+        """Return the server's limit of prompt plus response in tokens.
+
+        At the limit, vLLM ends a response as if the response had reached `max_tokens`.
+        """
         models = _parsed(await self._call("GET", "/v1/models", self._short)).get("data")
         first = models[0] if isinstance(models, list) and models else None
         found = first.get("max_model_len") if isinstance(first, dict) else None

@@ -105,7 +105,7 @@ class FleetLoop:
         return ServerClient(self._session, url, self._request_settings, self._settings.answer_timeout_s, self._secret)
 
     async def until(self, seconds: float, *, generating: bool) -> FleetState | None:
-        """Wait as `Fleet.wait`."""
+        """See `Fleet.wait`."""
         outcome_now = self._ended if generating else self._ready
         self._budget.needed = True
         end = _now() + seconds
@@ -118,10 +118,10 @@ class FleetLoop:
         return outcome
 
     def begin_push(self, label: str, version: int) -> dict[str, str]:
-        """Set the label and the version of the wanted weights. Return the URLs of live servers with other weights or
-        not yet adopted, each with the last known label of its weights.
+        """Set the label and version of the wanted weights. Return the servers that need a push, and their last labels.
 
-        These servers get no other calls until `end_push`.
+        These are the live servers that have other weights, or weights that this trainer has not verified yet, by URL.
+        They get no other calls until `end_push`.
         """
         self._label, self._version = label, version
         for member in self._members:
@@ -168,8 +168,10 @@ class FleetLoop:
         return self._generation.pop_news()
 
     def stop(self) -> None:
-        """Make the servers answer with the tokens so far. `until` waits for the answers, and `pop_samples` returns the
-        samples."""
+        """Make the servers answer with the tokens so far.
+
+        `until` waits for the answers, and `pop_samples` returns the samples.
+        """
         assert self._generation is not None
         self._generation.stopping = True
         self._wake.set()
@@ -191,7 +193,7 @@ class FleetLoop:
 
     def _ended(self) -> FleetState | None:
         assert self._generation is not None
-        if self._generation.stopping:  # failures do not matter: a job that is ending ends its servers, too
+        if self._generation.stopping:  # ignore failures: when a job ends, its servers end, too
             return None if any(member.tasks for member in self._members) else "done"
         self._check()
         if self._generation.complete:

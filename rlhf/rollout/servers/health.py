@@ -6,7 +6,7 @@ from typing import Literal
 from rlhf.config.schema.rollout import ServersConfig
 
 State = Literal["starting", "serving", "stale", "dead"]
-"""`stale`: alive, with other weights than wanted. `dead`: not used until the back-off has passed."""
+"""`stale`: alive, but its weights are not the wanted ones or not verified. `dead`: unused until the back-off ends."""
 Due = Literal["nothing", "start", "probe", "count", "push", "give_up"]
 
 PROBE_EVERY_S = 1.0  # interval in seconds between probes of a starting server
@@ -103,7 +103,7 @@ class ServerHealth:
                 f"has the weights {label!r}, not {self._wanted!r}: it was restarted, or another trainer uses it"
             )
         elif self.state in ("starting", "stale"):
-            # After an interrupted push, also an earlier trainer's, the server may be paused, whatever its label.
+            # After an interrupted push, even one of an earlier trainer, the server may be paused, whatever its label.
             current = self._wanted is not None and label == self._wanted and self._verified
             self._become("serving" if current else "stale", now)
         self.label = label
@@ -118,8 +118,10 @@ class ServerHealth:
         self._tokens = tokens
 
     def expect_label(self, label: str) -> None:
-        """Set the label of the wanted weights. A server that serves other weights becomes stale; its requests count as
-        dropped."""
+        """Set the label of the wanted weights.
+
+        A server that serves other weights becomes stale, and its requests count as dropped.
+        """
         if label != self._wanted and self.state == "serving":
             self.state, self.in_flight = "stale", 0
         self._wanted = label
@@ -136,7 +138,7 @@ class ServerHealth:
 
     def request_sent(self, now: float) -> None:
         if not self.in_flight:
-            # A count is due at once, so that the next count can be compared with it.
+            # Make a count due at once, because progress is the difference between two counts.
             self._last_progress = self._next_count = now
         self.in_flight += 1
 

@@ -1,4 +1,4 @@
-"""Runs the rollout servers of a run as its own children, so that they outlive crashes of the ranks. Imports no torch.
+"""Runs a run's rollout servers as children of one process, so that they outlive crashes of the ranks. Imports no torch.
 
 The supervisor starts `python -m rlhf.rollout.servers.keeper FD` with a listening socket, and passes the socket's path
 to the ranks in the variable `KEEPER`. The leader sends its calls to the keeper with `RemoteKeeper`. The kernel kills
@@ -103,7 +103,7 @@ class Keeper:
 
 
 class RemoteKeeper:
-    """Sends the calls of a `Keeper` to the keeper process at a socket. Raises OSError if the process has ended."""
+    """A `Keeper` in another process: sends each call to its socket. Raises OSError if the process has ended."""
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -32,8 +32,10 @@ class Secret:
 
 
 def run_secret(file: Path) -> Secret:
-    """Return the run's secret from RLHF_ROLLOUT_SECRET, else from `file`, which is created if missing. Raises UserError
-    if other users may read the file, or if its content is not a valid secret."""
+    """Return the run's secret from RLHF_ROLLOUT_SECRET, else from `file`, which is created if missing.
+
+    Raises UserError if other users may read the file, or if its content is not a valid secret.
+    """
     if secret := environment_secret(os.environ):
         return secret
     if not file.exists():

@@ -61,8 +61,10 @@ class ServerEngine:
         self._sizes: list[int] = []  # on the leader: each rank's number of requests in the current generation
 
     def update_weights(self, weights: Weights, version: int) -> None:
-        """Push the weights to all live servers that lack them. A server that comes up later gets them before it
-        serves."""
+        """Push the weights to all live servers that lack them.
+
+        A server that comes up later gets the weights before it serves.
+        """
         self._weights, self._version, self._label = weights, version, ""
         self._push()
 
@@ -74,9 +76,11 @@ class ServerEngine:
     def generate_until(
         self, requests: Sequence[Request], quotas: Sequence[Quota], *, seed: int, step: int
     ) -> list[Sample]:
-        """Return the sample of each of this rank's requests as soon as all ranks' quotas are reached. The servers go on
-        with unfinished requests. Such a request's sample is partial and has only the tokens that the request began
-        with. Raises the errors of `Fleet.wait`."""
+        """Return the sample of each of this rank's requests as soon as all ranks' quotas are reached.
+
+        The servers continue unfinished requests. The sample of such a request is partial and has only the tokens that
+        the request began with. Raises the errors of `Fleet.wait`.
+        """
         self.begin(requests, quotas, seed=seed, step=step)
         # A server that restarted receives the weights at once.
         while self._outcome() == "weights":
@@ -95,7 +99,9 @@ class ServerEngine:
 
     def stop(self) -> list[Sample]:
         """Return the sample of each of this rank's requests. An unfinished sample is partial and has the tokens so far.
-        If a server fails, its tokens are lost."""
+
+        If a server fails, the tokens of its unfinished samples are lost.
+        """
         self._on_leader(lambda fleet: fleet.do(FleetLoop.stop))
         self._outcome()
         return self._samples(FleetLoop.pop_samples)
@@ -167,7 +173,7 @@ class ServerEngine:
         return self._coordinator.on_leader(lead)
 
     def _push(self) -> None:
-        """Make all live servers serve the present weights. Collective."""
+        """Make all live servers serve the current weights. Collective."""
         name = f"{self._run_id}.step_{self._version}"
         begun = self._label or name
         labels = self._on_leader(lambda fleet: fleet.do(lambda loop: loop.begin_push(begun, self._version)))
@@ -176,7 +182,7 @@ class ServerEngine:
         announce("rollout.push")
         if not self._label and any(label.startswith(f"{name}.") for label in labels.values()):
             self._label = self._walk(self._weights, lambda push, tensors: push.label(tensors, name), "")
-        # An empty label means unknown, for a server as for these weights.
+        # An empty label means "unknown", both for a server and for the current weights.
         errors = self._adopt([url for url, label in labels.items() if label and label == self._label])
         if others := {url: label for url, label in labels.items() if url not in errors}:
             pushed = self._send_weights(others, name)
@@ -189,7 +195,7 @@ class ServerEngine:
         return self._walk(self._weights, lambda push, tensors: push.send(list(labels), tensors, name), Pushed("", {}))
 
     def _adopt(self, urls: Sequence[str]) -> dict[str, str | None]:
-        """Make servers with the present weights serve. Return their errors. Collective."""
+        """Make servers that already have the current weights serve them. Return their errors. Collective."""
 
         def adopt(fleet: Fleet) -> dict[str, str | None]:
             assert self._weight_push is not None
@@ -297,8 +303,10 @@ def _own_servers(
 
 
 def server_gpus(config: RolloutConfig, device: torch.device) -> list[list[str]]:
-    """Return the GPUs of each server that this run starts, as in CUDA_VISIBLE_DEVICES: the GPUs after the ranks' own;
-    none on a CPU. Raise UserError for too few GPUs."""
+    """Return the GPUs of each server that this run starts, as in CUDA_VISIBLE_DEVICES; none on a CPU.
+
+    The servers get the GPUs after those of the ranks. Raises UserError for too few GPUs.
+    """
     count, size = config.servers.count, config.tensor_model_parallel_size
     if device.type != "cuda":
         return [[] for _ in range(count)]
@@ -306,15 +314,15 @@ def server_gpus(config: RolloutConfig, device: torch.device) -> list[list[str]]:
     needed = ranks + count * size
     if found == 1 < ranks:
         raise UserError(
-            f"rollout.servers.count={count}: the servers need GPUs beside those of the {ranks} ranks, but this rank "
+            f"rollout.servers.count={count}: the servers need other GPUs than the {ranks} ranks, but this rank "
             "sees one GPU, its own. Let each rank see all GPUs of its machine (in Slurm, --gpus-per-node instead of "
             "--gpus-per-task), or set rollout=vllm, which shares the ranks' GPUs."
         )
     if found < needed:
         raise UserError(
             f"rollout.servers.count={count}: with rollout.tensor_model_parallel_size={size} the servers need "
-            f"{count * size} GPUs of their own, beside those of the {ranks} ranks on this machine (trainer.nproc), "
-            f"but it has {found}. Set trainer.nproc={max(1, found - count * size)}, fewer servers, or rollout=vllm, "
+            f"{count * size} GPUs of their own, in addition to those of the {ranks} ranks (trainer.nproc), but this "
+            f"machine has {found}. Set trainer.nproc={max(1, found - count * size)}, fewer servers, or rollout=vllm, "
             "which shares the ranks' GPUs."
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -34,8 +34,10 @@ def adapter_settings(lora: LoraConfig) -> dict[str, Any]:
 
 
 def adapter_digests(adapters: Mapping[str, Tensor], lora: LoraConfig, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the digests that `model_digests` computes in `dtype` after vLLM has loaded `adapters` (by their names in
-    checkpoints): vLLM multiplies lora_B by the scale."""
+    """Return the digests that `model_digests` computes in `dtype` after vLLM has loaded `adapters`.
+
+    `adapters` have their names in checkpoints. vLLM multiplies lora_B by the scale.
+    """
     scaling = lora.alpha / (math.sqrt(lora.rank) if lora.use_rslora else lora.rank)
 
     def of(name: str, tensor: Tensor) -> Tensor:

@@ -45,8 +45,10 @@ def hidden_tensors(model: nn.Module) -> list[Tensor]:
 
 
 def _tensors_in(value: object, seen: dict[int, int], depth: int) -> Iterator[Tensor]:
-    """Yield the tensors in `value`, up to `depth` levels below. `seen` maps the id of an object to the
-    number of levels already searched below the object."""
+    """Yield the tensors in `value`, up to `depth` levels below it.
+
+    `seen` maps the id of an object to the number of levels already searched below the object.
+    """
     if isinstance(value, Tensor):
         yield value
         return

@@ -23,8 +23,10 @@ def weight_check(model: nn.Module, *, exact: bool) -> WeightCheck:
 
 
 def record_packing(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let linear layers and heads on a CPU record the digest, in `dtype`, of each weight that they pack. On a CPU, vLLM
-    computes with a packed copy that cannot be read, and drops the weight of a linear layer."""
+    """Let linear layers and heads on a CPU record the digest, in `dtype`, of each weight that they pack.
+
+    On a CPU, vLLM computes with a packed copy that cannot be read, and drops the weight of a linear layer.
+    """
     for module in model.modules():
         method, weight = getattr(module, "quant_method", None), getattr(module, "weight", None)
         if method is None or not isinstance(weight, Tensor) or weight.device.type != "cpu" or hasattr(module, _PACKED):
@@ -42,8 +44,9 @@ def _recording(process: Any, dtype: torch.dtype) -> Any:
 
 
 def model_digests(model: nn.Module, dtype: torch.dtype, buffers: Collection[str] = ()) -> dict[str, Digest]:
-    """Return digests in `dtype` of this device's parameters (or slices of them) and adapter factors (`FACTORS`), and of
-    the buffers with the names `buffers`.
+    """Return digests in `dtype` of this device's weights: parameters or slices of them, adapter factors, and `buffers`.
+
+    `buffers` are names of buffers; `FACTORS` are the adapter factors.
 
     If several devices have the same key and value heads, only the first includes these heads in its digests.
     """

@@ -37,7 +37,7 @@ class AdapterVllmEngine(VllmEngine):
         self._number = 0
 
     def update_adapters(self, base: Weights, adapters: Weights, version: int) -> None:
-        """Load adapters, and at the first call their base. Collective, as iterating the weights is.
+        """Load adapters, and at the first call their base. Collective, because all ranks gather the weights.
 
         Args:
             base: frozen weights by their names without adapters.
@@ -81,8 +81,11 @@ def build_adapter_engine(
     *,
     seed: int,
 ) -> AdapterVllmEngine:
-    """Build an `AdapterVllmEngine` as `build_vllm_engine` does. Collective. The engine keeps its weights while it
-    sleeps, since the base is not sent again. Raises UserError if vLLM rejects the model or the arguments."""
+    """Build an `AdapterVllmEngine` as `build_vllm_engine` does. Collective.
+
+    The engine keeps its weights while it sleeps, because the base is not sent again. Raises UserError if vLLM rejects
+    the model or the arguments.
+    """
     of_vllm = replace(config.engine_kwargs, vllm=vllm_arguments(lora, config))
     config = replace(config, sleep_level=min(1, config.sleep_level), engine_kwargs=of_vllm)
     engine_class = partial(AdapterVllmEngine, lora=lora)

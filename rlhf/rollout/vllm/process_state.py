@@ -29,7 +29,7 @@ _ATTRIBUTES: tuple[tuple[Any, str], ...] = (
 
 
 class ProcessState:
-    """Switches between two process states: the rank's, and vLLM's, at first the rank's plus `environment`.
+    """Switches between two process states: the rank's and vLLM's. At first, vLLM's is the rank's plus `environment`.
 
     A state has environment variables, torch's settings and patched functions, log handlers and signal handlers. Random
     number generators always stay as they were. On a GPU vLLM makes its own stream the current stream. The stream stays

@@ -21,8 +21,10 @@ def request_seed(seed: int, step: int, request: Request) -> int:
 
 
 def copies_of(requests: Sequence[Request]) -> int:
-    """Return how many samples to request for `requests`, which all have the same prompt: 1 if greedy, since vLLM
-    returns only one sample."""
+    """Return how many samples to request for `requests`, which all have the same prompt.
+
+    The result is 1 for greedy requests, because vLLM then returns only one sample.
+    """
     return 1 if requests[0].params.temperature == 0 else len(requests)
 
 

@@ -1,7 +1,7 @@
 """Composes the report of runs as one HTML page without any request to the network.
 
 jinja2 escapes every text. A Content-Security-Policy allows only the page's own style and script, by their hashes, so
-that no text of a user can run. The plots are static SVG, so they can be printed and read without the script.
+that no user's text can run as a script. The plots are static SVG, so they can be printed and read without the script.
 """
 
 import base64

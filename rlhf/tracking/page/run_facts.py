@@ -51,7 +51,7 @@ class Deadline:
 
 
 class PhaseTimes:
-    """Sums the seconds of each phase over all steps, and counts the slowest rank of each step."""
+    """Sums the seconds of each phase over all steps, and counts how often each rank was the slowest of a step."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(PHASES, 0.0)

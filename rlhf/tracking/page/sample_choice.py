@@ -19,7 +19,7 @@ LEVELS = (0.5, 0.2, 0.05)
 
 @dataclass(frozen=True)
 class TextPart:
-    """Part of a response: text of the environment, or successive tokens of the policy of one level."""
+    """Part of a response: text of the environment, or successive tokens of the policy that have the same `level`."""
 
     text: str
     by_environment: bool = False
@@ -29,7 +29,7 @@ class TextPart:
 
 @dataclass(frozen=True)
 class SampleCard:
-    """A sample for users."""
+    """A sample as the report shows it."""
 
     response: list[TextPart]
     score: float

@@ -57,7 +57,7 @@ class AdapterPush(WeightPush):
             labels: the last known label of each server, by URL.
 
         Return the errors as `Pushed.errors`. The label of a server that rejects the adapters is then `UNFINISHED`, so
-        that the next push sends the base, which may be damaged.
+        that the next push sends the base again, in case the server's base is damaged.
 
         Raises:
             UserError: no push can succeed, for example because vLLM serves no adapters for a weight.
@@ -84,7 +84,7 @@ class AdapterPush(WeightPush):
     def _load(self, url: str, old: str, new: str, path: str) -> None:
         post = self._control.post
         post(url, "/pause?mode=abort")
-        # If this trainer dies now, the next trainer must not take the server for one with the old adapters.
+        # If this trainer dies now, the next trainer must not believe that the server still has the old adapters.
         post(url, "/update_weight_version", {"new_version": self._base_label})
         for label in {new, old if has_base(old, self._base_label) else new}:
             with suppress(CallFailed):  # most often the server does not know the label

@@ -42,8 +42,10 @@ class NcclGroup:
         return self._communicator is not None
 
     def leave_restarted(self, urls: Sequence[str]) -> None:
-        """Leave the group if a server lacks the label of the last update, as after a restart at its old address. The
-        next `join` then makes a new group. Call this before an update changes the labels."""
+        """Leave the group if a server lacks the label of the last update, as after a restart at its old address.
+
+        The next `join` then makes a new group. Call this before an update changes the labels.
+        """
         if self._communicator is not None:
             try:
                 known = {self._control.get(url, "/weight_info")["weight_version"] for url in urls}
@@ -116,8 +118,11 @@ class NcclGroup:
     def _with_servers(
         self, ours: Callable[[], Any], theirs: Callable[[str], None], urls: Sequence[str]
     ) -> tuple[Any, dict[str, str]]:
-        """Run `ours` while `theirs` calls each server. Return the result of `ours` (None: failed or interrupted) and
-        the servers' errors. `ours` runs in a thread that can be abandoned: NCCL may hang if a peer is missing."""
+        """Run `ours` while `theirs` calls each server. Return the result of `ours`, and the servers' errors.
+
+        The result is None if `ours` failed or was interrupted. `ours` runs in a thread that can be abandoned, because
+        NCCL may hang if a peer is missing.
+        """
         results: list[Any] = []
         ended, failed = threading.Event(), threading.Event()
 

@@ -11,8 +11,10 @@ SCRATCH_NAME = "RLHF_ROLLOUT_SCRATCH"
 
 
 def register() -> None:
-    """Register the backend once; its modules are imported when vLLM builds an engine. Also make vLLM's engine core die
-    with its server, as vLLM's workers already do."""
+    """Register the backend once; its modules are imported when vLLM builds an engine.
+
+    Also make vLLM's engine core die with its server, as vLLM's workers already do.
+    """
     if os.environ.get(SERVER_PID) == str(os.getppid()):
         die_with_parent(SERVER_PID)
     if name := os.environ.get(SCRATCH_NAME):

@@ -82,8 +82,11 @@ def address_towards(url: str) -> str:
 
 
 def fetch(url: str, size: int, xxh3_128: str, timeout_s: float, secret: str | None) -> bytes:
-    """Return the `size` bytes at `url` from a trainer with `secret`; None accepts any trainer. Raises OSError if bytes
-    are missing, late (`timeout_s`), do not match the hash, or if the trainer lacks the secret."""
+    """Return the `size` bytes at `url` from a trainer with `secret`; None accepts any trainer.
+
+    Raises OSError if bytes are missing, arrive after `timeout_s` or do not match the hash, or if the trainer lacks the
+    secret.
+    """
     deadline = time.monotonic() + timeout_s
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     data, digest = bytearray(), xxhash.xxh3_128()

@@ -109,8 +109,10 @@ class WeightPush:
         return read_digests({name: digest(tensor, self._dtype) for name, tensor in tensors})
 
     def adopt(self, urls: Sequence[str]) -> dict[str, str | None]:
-        """Make servers serve the weights that they have: abort the requests of an earlier trainer, and resume a server
-        that was paused. The prefix cache stays. Return the errors as `Pushed.errors`."""
+        """Make servers serve the weights that they have. Return the errors as `Pushed.errors`.
+
+        Abort the requests of an earlier trainer, and resume a server that was paused. The prefix cache stays.
+        """
 
         def call(url: str) -> None:
             self._control.post(url, "/pause?mode=abort&clear_cache=false")
@@ -123,7 +125,7 @@ class WeightPush:
         # Requests in progress use the old weights; the fleet repeats them.
         post = self._control.post
         post(url, "/pause?mode=abort")
-        # If this trainer dies in the update, the next trainer must not take the server for one with the old weights.
+        # If this trainer dies in the update, the next one must not believe that the server still has the old weights.
         post(url, "/update_weight_version", {"new_version": UNFINISHED})
         try:
             post(url, "/start_weight_update")
@@ -174,8 +176,10 @@ class HttpRoute:
         return self.offer(save(bucket), urls, fetch) if urls else {}
 
     def offer(self, data: bytes, urls: Sequence[str], call: Callable[[str, dict[str, Any]], None]) -> dict[str, str]:
-        """Serve `data` while `call` runs for each of `urls`, with the arguments of `pull.fetch` for that server. Return
-        the errors of URLs whose call raised CallFailed."""
+        """Serve `data` while `call` runs for each of `urls`. Return the errors of URLs whose call raised CallFailed.
+
+        `call` receives the URL of a server, and the arguments of `pull.fetch` with which that server gets `data`.
+        """
         about = {"size": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data), "timeout_s": self._control.timeout_s}
         with ExitStack() as stack:
             at = {address: stack.enter_context(server.serve(data)) for address, server in self._servers.items()}
@@ -194,8 +198,10 @@ def label_of(name: str, digests: Digests) -> str:
 def buckets(
     tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device, limit: int
 ) -> Iterator[Bucket]:
-    """Yield copies of `tensors` on `device`, floating-point tensors in `dtype`, in groups of at most `limit` bytes. A
-    larger tensor is a group of its own."""
+    """Yield copies of `tensors` on `device`, floating-point tensors in `dtype`, in groups of at most `limit` bytes.
+
+    A larger tensor is a group of its own.
+    """
     bucket: Bucket = {}
     size = 0
     for name, tensor in tensors:

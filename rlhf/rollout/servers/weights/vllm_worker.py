@@ -54,8 +54,10 @@ class ReceivingEngine(NCCLWeightTransferEngine):
         super().start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one bucket: download {url, size, xxh3_128, timeout_s}, or receive any other bucket by NCCL. The last
-        call has {digests, dtype, label}: the digests of all weights that the trainer has sent."""
+        """Load one bucket: download {url, size, xxh3_128, timeout_s}, or receive any other bucket by NCCL.
+
+        The last call has {digests, dtype, label} instead: the digests of all weights that the trainer has sent.
+        """
         if "digests" in update_info:
             self._sent = update_info
             return
@@ -81,7 +83,7 @@ class ReceivingEngine(NCCLWeightTransferEngine):
         dtype = self._dtype(self._sent["dtype"])
         sent: dict[str, Digest] = {name: tuple(found) for name, found in self._sent["digests"].items()}
         received = model_digests(self.model, dtype, self._check.names(sent))
-        # If the server serves adapters, their memory has earlier adapters, or none.
+        # Leave out adapter factors: if the server serves adapters, their memory has earlier adapters, or none yet.
         plain = {name: found for name, found in received.items() if not is_factor(name)}
         self._check.check(sent, self._gather_digests(plain), self._sent["label"])
 
@@ -94,7 +96,7 @@ class ReceivingEngine(NCCLWeightTransferEngine):
 
         Raises:
             WeightsMismatch: the base or the adapters differ.
-            UserError: vLLM serves no adapters for one of these weights, or none of this rank.
+            UserError: vLLM serves no adapters for one of these weights, or the rank exceeds --max-lora-rank.
             ValueError: the trainer sends another precision than the server's.
         """
         message = AdapterMessage.decode(_fetch(parse_address(path)))
