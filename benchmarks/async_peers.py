@@ -47,7 +47,7 @@ class Policy(ABC):
         self.on_server: Counter[int] = Counter()  # samples by server
         self.begun: dict[int, _Group] = {}  # by uid
         self.complete: deque[_Group] = deque()
-        self.training = 0  # groups of the present update
+        self.training = 0  # groups of the current update
         self.news = asyncio.Event()
         self.ages, self.trained = Counter[int](), list[tuple[int, int]]()
 

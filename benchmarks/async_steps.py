@@ -5,7 +5,7 @@ lengths (4 to 20,480 tokens). A step trains on 32 groups of 8 samples. With k = 
 Training takes 1/4 to 4 times as long as generation with k = 0. The tables also show, with the same constants:
 
 - verl, prime-rl: simplified simulations of other trainers' schedules (`benchmarks.async_peers`)
-- perfect: a lower bound without waits; a step takes as long as its training or, if longer, its generation on all slots
+- perfect: the shortest time of a step without waits: its training or, if longer, its generation on all slots
 
 Prints steps per hour and their ratio to k = 0, then the mean and maximal age of the trained tokens in steps, and the
 fraction of slots that decode a sample (live slots).

@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.balance", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32, 128, 1024])
     parser.add_argument(
-        "--prompts-per-rank", type=int, default=2, help="prompts of a mini-batch, with 16 samples each (default 2)"
+        "--prompts-per-rank", type=int, default=2, help="prompts per rank in a mini-batch, 16 samples each (default 2)"
     )
     parser.add_argument("--budget", type=int, default=32768, help="tokens of a micro-batch (default 32768)")
     chosen = parser.parse_args(arguments)

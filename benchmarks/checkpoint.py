@@ -1,8 +1,9 @@
 """python -m benchmarks.checkpoint: measures saves and loads relative to the limits of disk and memory.
 
-All ways save and load the same state in rotating order, on all ranks at once; a time is the slowest rank's. Figures are
-medians with the minimum and maximum in brackets; ratios are medians over the ratios within a round. Loads from disk
-begin with an empty page cache, loads from tmpfs read memory.
+Raw files, this package and other libraries save and load the same state in rotating order, on all ranks at once. A time
+is the slowest rank's. Figures are medians with the minimum and maximum in brackets. `to raw` is the ratio to raw files,
+and a ratio is the median of the ratios within a round. Loads from disk begin with an empty page cache, loads from tmpfs
+read memory.
 
 `asynchronous` measures how long background saves (this package's and `dcp.async_save`) stop the training, relative to
 a copy of the state into allocated memory. Steps (matrix products of about 20 ms on every rank) run until the

@@ -355,8 +355,11 @@ def make_checkpointer(
     contents: Sequence[str] = (),
     memory: str | None = None,
 ) -> Checkpointer:
-    """Return the checkpointer of a run in `folder` with the role `state`, saving `contents` besides the defaults. With
-    the folder `memory` each step has a snapshot there."""
+    """Return the checkpointer of a run in `folder` whose actor is `state`.
+
+    The checkpointer saves `contents` besides the defaults. With the folder `memory`, it publishes a snapshot there
+    after each step.
+    """
     config = Config()
     config.model.path = "none"
     config.trainer.default_local_dir = str(folder)

@@ -1,22 +1,23 @@
-"""python -m benchmarks.goodput: measures effective training time (ETTR) with injected failures, and simulates more.
+"""python -m benchmarks.goodput: measures effective training time (ETTR) with failures, and simulates larger runs.
 
 ETTR is the time of the steps in a run without failures, divided by the time that a run with failures takes.
 
-Part 1 trains a small policy under the supervisor. A failure hits 1, 5 or 10 % of the steps, in turn: SIGKILL of the
-last rank, of rank 0 (driver), or of the supervisor, whose command starts again at once, and an input/output error in a
-save (storage). SIGKILLs come at a random time of a step. `snapshots` publishes a snapshot in memory after each step,
-writes the journal, and saves every 20 steps; `saves` only saves every 20 steps. The lost time of a failure is the time
-from rank 0's last event before the crash until the restarted run reaches this event again. ETTR leaves out the first
-start and the last save.
+Part 1 trains a small policy under the supervisor. A failure hits 1, 5 or 10 % of the steps. The kinds alternate:
+SIGKILL of the last rank (rank), of rank 0 (driver) or of the supervisor, whose command starts again at once, and an
+input/output error in a save (storage). SIGKILLs come at a random time of a step. `snapshots` publishes a snapshot in
+memory after each step, writes the journal, and saves every 20 steps; `saves` only saves every 20 steps. The lost time
+of a failure is the time from rank 0's last event before the crash until the restarted run reaches this event again.
+ETTR leaves out the first start and the last save.
 
 `--part nodes` does the same with two nodes of one rank each on this machine (`goodput_nodes`), under torchrun. Not the
 supervisor fails, but a node (its processes, disk and memory are gone, and both nodes start again) or the network. The
 network is cut for 5 s; the lost time lasts from the cut until rank 0's first event after it.
 
 Part 2 simulates larger runs, with failures at random times, also in restarts. A journal keeps all samples of a finished
-generation. Of a generation under way it keeps the share `--journaled` of the time spent; 0 means that no sample was
-finished. Assumed are the share of generation in a step (`--generation`), the time until a snapshot is published
-(`--publish`), and the serial work per rank in a restart (`--per-rank`).
+generation. Of an unfinished generation it keeps the share `--journaled` of the time spent; 0 means that no sample was
+finished. The simulation assumes the share of generation in a step (`--generation`), the time until a snapshot is
+published (`--publish`), how much snapshots lengthen a step (`--stall`), and the serial work per rank in a restart
+(`--per-rank`).
 """
 
 import argparse
@@ -209,7 +210,7 @@ def simulated(arguments: argparse.Namespace) -> None:
         for rate in arguments.rates:
             figures = [ettr(constants(step, GOAL_RESTART_S, 8, rate), way) for way in WAYS]
             sys.stdout.write(f"| {step:g} s | {rate:.0%} | {' | '.join(f'{figure:.1%}' for figure in figures)} |\n")
-    sys.stdout.write(f"\nSteps of {GOAL_STEP_S:g} s, failures in 10 %:\n\n| ranks | restart {header}")
+    sys.stdout.write(f"\nSteps of {GOAL_STEP_S:g} s, failures in 10 % of the steps:\n\n| ranks | restart {header}")
     for ranks in arguments.simulated_ranks:
         for restart in arguments.restarts:
             figures = [ettr(constants(GOAL_STEP_S, restart, ranks, GOAL_RATE), way) for way in WAYS]
@@ -222,7 +223,7 @@ def simulated(arguments: argparse.Namespace) -> None:
     for way in WAYS:
         sys.stdout.write(f"- {way}: {verdict(goal, way)}\n")
     sys.stdout.write(
-        f"\n{WAYS[0]}, by the share of generation, and by what the journal keeps of a generation under way:\n\n"
+        f"\n{WAYS[0]}, by the share of generation, and by the journaled part of an unfinished generation:\n\n"
     )
     for generation in (0.5, 0.7, 0.8):
         for journaled in (0.0, 0.5):

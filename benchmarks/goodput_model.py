@@ -14,8 +14,8 @@ class Constants:
 
     Seconds: `step`, `restart` (from a failure until the ranks train again), `publish` (from the end of a step until its
     snapshot is published). Shares: `rate` (failures per step time), `generation` (of a step), `journaled` (of the time
-    of a generation under way, whose samples are finished and in the journal), `stall` (by which snapshots lengthen a
-    step).
+    spent on an unfinished generation: the part whose samples are in the journal), `stall` (by which snapshots lengthen
+    a step).
     """
 
     step: float

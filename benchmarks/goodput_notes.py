@@ -1,4 +1,4 @@
-"""Injects the failures of `benchmarks.goodput` into a run, and notes rank 0's events, by RLHF_EVENT_LISTENER."""
+"""An RLHF_EVENT_LISTENER for `benchmarks.goodput`: injects failures into a run, and notes rank 0's events."""
 
 import errno
 import json
@@ -33,7 +33,7 @@ class Failure:
 def plan_of(
     steps: int, count: int, save_every: int, step_s: float, chance: random.Random, kinds: Sequence[str] = KINDS
 ) -> list[Failure]:
-    """Return at most `count` failures of all kinds in turn, at random times; of the storage one for each save."""
+    """Return at most `count` failures of all kinds in turn, at random times; at most one storage failure per save."""
     first, failures = chance.randrange(len(kinds)), list[Failure]()
     for number, step in enumerate(sorted(chance.sample(range(2, steps), count))):
         kind = kinds[(first + number) % len(kinds)]

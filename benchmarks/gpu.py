@@ -9,7 +9,7 @@ lora           adapters of a random 7B policy at 16k tokens: memory peak against
 fragmentation  ragged micro-batches: memory that torch reserves, relative to memory that it allocates
 contents       every subset of checkpoint.contents; random generators of all GPUs; EMA weights of the reference
 kills          SIGKILL in a generation and in a save: equal bits, no GPU memory still in use
-vllm           five steps with vLLM in the rank: log-probs (goal: 0.03 apart), weight sync (goal: 2 s), memory in sleep
+vllm           five steps with vLLM in the rank: log-probs (goal: < 0.03 apart), weight sync (goal: < 2 s), sleep memory
 
 Nothing is downloaded: models have random weights, and the bundled tokenizer. Each part runs in a process of its own for
 at most eight minutes. Its figures, the goals that it missed, and the releases are appended to --results as a line of
@@ -105,7 +105,7 @@ def main() -> int:
         import torch
 
         if not torch.cuda.is_available():
-            sys.stderr.write("error: torch finds no GPU here. Run this on a machine with one, with torch for CUDA.\n")
+            sys.stderr.write("error: torch finds no GPU here. Use a machine with a GPU, and a CUDA build of torch.\n")
             return NO_GPU
         facts |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(), "cuda": torch.version.cuda}
     failed = False

@@ -1,12 +1,11 @@
-"""python -m benchmarks.growth: compares start and resume of runs with few and many rows and history lines, and
-measures the collection of a large batch (`benchmarks/collecting.py`).
+"""python -m benchmarks.growth: compares starts with few and many rows and history lines, and measures a large batch.
 
-Runs real commands with the bundled policy until every rank has begun its first step (in a new run: its second).
-Measures at the start of the first step. `first` starts a new run and builds the prompt cache, `start` starts a new run
-with the cache, `resume` continues a run with a long metric history. CPU time and memory are the largest of any rank.
-RSS counts all touched pages of shared files, PSS the rank's part. Figures are medians. Exits
-with 1 if `start` or `resume` needs over 2 s or 200 MB more with many rows and lines than with few. On a busy machine
-CPU time is more reliable than wall time.
+`benchmarks/collecting.py` measures the batch. The starts run real commands with the bundled policy until every rank has
+begun its first step (in a new run: its second). Their figures are from the start of the first step. `first` starts a
+new run and builds the prompt cache, `start` starts a new run with the cache, `resume` continues a run with a long
+metric history. CPU time and memory are the largest of any rank. RSS counts all touched pages of shared files, PSS the
+rank's part of them. Figures are medians. Exits with 1 if `start` or `resume` needs over 2 s or 200 MB more with
+many rows and lines than with few. On a busy machine CPU time is more reliable than wall time.
 """
 
 import argparse

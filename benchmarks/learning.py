@@ -1,10 +1,10 @@
 """python -m benchmarks.learning: checks that each algorithm learns off-policy, with several optimizer steps per batch.
 
-Trains every entry of `algorithm=`, and the default algorithm with each setting of `VARIANTS`, from the same policy.
-Several steps per batch make ratios, clips and the critic matter. Prints a Markdown table of the greedy held-out
-accuracy over time: mean over seeds, and standard deviation if there are several. The start is the bundled policy with
-noise on its weights, which leaves a fifth of its accuracy. The algorithms differ in how fast the policy learns to add
-again. Rows are independent of each other; `--rows` selects some.
+Trains every entry of `algorithm=`, and the default algorithm with each setting of `VARIANTS`, from the same policy: the
+bundled policy with noise on its weights, which keeps a fifth of its accuracy. The algorithms differ in how fast the
+policy learns to add again. Several steps per batch make ratios, clips and the critic matter. Prints a Markdown table of
+the greedy held-out accuracy over time: mean over seeds, and standard deviation if there are several. Each row is a
+separate set of runs; `--rows` selects rows.
 
 Exits with 0 only if every run gains at least 20 points, clips some tokens, and with a critic explains some of the
 returns' variance.

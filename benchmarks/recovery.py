@@ -145,7 +145,7 @@ def main() -> int:
             cold = f"{spread([cold[phase] for _, cold in outcomes], '.2f')} s" if phase in COLD else ""
             sys.stdout.write(f"| {phase} | {warm} s | {cold} |\n")
         totals = [[figures["total"] for figures in column] for column in zip(*outcomes, strict=True)]
-        sys.stdout.write(f"\nA recovery takes {spread(ratios(*totals), '.2f')} of a cold start.\n")
+        sys.stdout.write(f"\nA recovery takes {spread(ratios(*totals), '.2f')} times as long as a cold start.\n")
         sys.stdout.flush()
     return 0
 

@@ -8,10 +8,11 @@ lengths (4 to 20,480 tokens) and several numbers of servers. Figures:
 - groups: both figures if a server takes all samples of a prompt together
 - moved, repeated: samples taken back from a server's queue, and samples sent again after a failure
 
-With `--faults` one server in eight decodes half as fast, one stops and one dies; the last two's slots do not count.
+With `--faults`, of every eight servers one decodes half as fast, one hangs and one dies. The slots of the last two do
+not count.
 
-Exits with 0 if at least 90 % of the slots are live in every row. At the end: tokens per second that the client parses
-and checks on one core.
+Exits with 0 if at least 90 % of the slots are live in every row. Also prints the tokens per second that the client
+parses and checks on one core.
 """
 
 import argparse
@@ -37,8 +38,10 @@ ROUNDS = 4  # samples per slot
 
 
 def lengths(name: str, seed: int) -> Iterator[int]:
-    """Yield response lengths: `reasoning` (log-normal), `bimodal` (short answers, and one in seven at the limit) or
-    `uniform`."""
+    """Yield response lengths of the distribution `name`.
+
+    `reasoning` is log-normal, `bimodal` has short answers and one in seven at the limit, `uniform` is uniform.
+    """
     rng = random.Random(seed)
     while True:
         if name == "reasoning":
@@ -112,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout_service", description=__doc__)
     parser.add_argument("--servers", type=int, nargs="+", default=[8, 64], help="numbers of servers")
     parser.add_argument("--slots", type=int, default=16, help="samples that a server decodes at the same time")
-    parser.add_argument("--faults", action="store_true", help="with slow, stopping and dying servers")
+    parser.add_argument("--faults", action="store_true", help="with slow, hanging and dying servers")
     args = parser.parse_args(arguments)
     names = ("live slots", "time over best", "groups: live slots", "groups: time", "moved", "repeated")
     table = Table("lengths", "servers", *names)

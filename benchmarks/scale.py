@@ -143,7 +143,7 @@ def save_figures(shapes: dict[str, tuple[int, ...]], world_size: int, folder: Pa
         "save, the leader: seconds": seconds / world_size,
         "save, the leader writes: bytes": (sum(map(len, commit.indices.values())) + (folder / MANIFEST).stat().st_size)
         / world_size,
-        "save, the leader seals: seconds": sealing_seconds / world_size,
+        "save, the leader writes the manifest: seconds": sealing_seconds / world_size,
     }
 
 

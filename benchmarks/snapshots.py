@@ -1,9 +1,9 @@
 """python -m benchmarks.snapshots: measures how much a snapshot in memory after each step lengthens the steps.
 
 One rank with one thread computes a simulated step (matrix products) with and without a snapshot of the same state, in
-turn. In a step with a snapshot, the copy comes before the work. The publication runs during the work, and the wait for
-the publication comes after it. `ratio` is the time with a snapshot divided by
-the time without, as the median over the pairs of steps.
+turn. In a step with a snapshot, the state is copied before the work, the snapshot is published during the work, and the
+step then waits for the publication. `ratio` is the time with a snapshot divided by the time without, as the median over
+the pairs of steps.
 """
 
 import argparse
@@ -48,8 +48,10 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def measure(checkpointer: Checkpointer, step: Callable[[], None], repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of steps without and with a snapshot, and of the training's wait for a snapshot, without the
-    first pair, in which memory is allocated."""
+    """Return the seconds of steps without and with a snapshot, and of the training's wait for a snapshot.
+
+    The first pair of steps, in which memory is allocated, is left out.
+    """
     times: dict[str, list[float]] = {"without": [], "with": [], "stall": []}
 
     def step_with_snapshot(number: int) -> None:

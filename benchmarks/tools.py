@@ -3,7 +3,7 @@
 Separate processes merge and copy a checkpoint of a random Llama (float32, sharded over two ranks like FSDP2), from
 memory to disk. One merge keeps the stored dtype; another converts to bfloat16, for which it imports torch. The copy is
 `cp` plus `sync`, since a merge ends with its files on disk. A merge also hashes its input and reads back its output.
-Seconds are of the whole command; the row `imports` shows the part of Python's imports. On a busy machine processor
+Seconds are of the whole command; the row `imports` shows the imports alone. On a busy machine processor
 seconds are more reliable. Memory is the peak RSS.
 """
 
@@ -83,7 +83,7 @@ def measure(checkpoint: Path, disk: Path, repeats: int, shard_size: str) -> dict
 
 def table(costs: dict[str, list[Cost]]) -> list[str]:
     """Return a row for each way: medians, spread, ratios to `cp` plus `sync` within a round, peak memory."""
-    rows = ["| | seconds | to cp and sync | processor's seconds | to cp and sync | most memory |\n", "|---" * 6 + "|\n"]
+    rows = ["| | seconds | to cp and sync | processor seconds | to cp and sync | peak memory |\n", "|---" * 6 + "|\n"]
     base = costs["cp and sync"]
     for name, runs in costs.items():
         cells = []

@@ -4,7 +4,7 @@ import sys
 
 COMMANDS = {
     "rlhf.train": "train; the same command resumes",
-    "rlhf.plan": "memory, disk space and tokens that a training needs",
+    "rlhf.plan": "memory, disk space and tokens that a run needs",
     "rlhf.doctor": "check the machines, with a remedy for each problem",
     "rlhf.evaluate": "evaluate a model, a run or a checkpoint",
     "rlhf.status": "what runs do now",
@@ -13,8 +13,8 @@ COMMANDS = {
     "rlhf.compare": "results of runs side by side",
     "rlhf.checkpoint": "list, verify, prune, export, merge and convert checkpoints",
     "rlhf.translate": "a configuration of verl, TRL or OpenRLHF as a recipe",
-    "rlhf.launch.kubernetes": "print the Kubernetes manifest of a training",
-    "rlhf.launch.slurm": "submit a training to SLURM",
+    "rlhf.launch.kubernetes": "print the Kubernetes manifest of a run",
+    "rlhf.launch.slurm": "submit a run to SLURM",
 }
 
 

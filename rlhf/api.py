@@ -77,7 +77,7 @@ def train(
         raise RunEnded(code, config.run_dir, changes_to_continue(config.trainer))
     from rlhf.tracking.report import summarize
 
-    # Not from the file: on a full disk it is missing, or it is the report of an earlier and shorter run.
+    # Do not read the report's file: on a full disk it is missing, or from an earlier, shorter run.
     return summarize(config.run_dir)
 
 
@@ -96,7 +96,7 @@ def _check_arguments(overrides: object, reward: object, callbacks: object) -> No
 
 
 def _override_of(rewards: Sequence[object]) -> str:
-    """Return the remedy for texts instead of functions; named verifiers are overrides, not functions."""
+    """Return what to give instead of strings, as part of an error's remedy. Named verifiers belong to the overrides."""
     named = [one for one in rewards if one in (*VERIFIERS, REWARD_MODEL)]
     if len(named) < len(rewards):
         return "the function itself, or reward.functions=[FILE.py:NAME] among"
@@ -109,8 +109,11 @@ def validated(
     reward_functions: Sequence[str] = (),
     machine: Machine | None = None,
 ) -> Config:
-    """Return the checked configuration. `reward_functions`, if any, replace `reward.functions`. Device defaults are
-    for `machine`, or for this machine if `machine` is None. Raise UserError for all mistakes."""
+    """Return the checked configuration. Raise UserError for all mistakes.
+
+    `reward_functions`, if any, replace `reward.functions`. Device defaults are for `machine`, or for this machine if
+    `machine` is None.
+    """
     config = compose_config(list(overrides), library, machine)
     if reward_functions:
         config.reward.functions = list(reward_functions)

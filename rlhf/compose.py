@@ -118,8 +118,10 @@ def composition(
 def _sorted_overrides(
     overrides: list[str], library: Library
 ) -> tuple[list[str], list[tuple[str, Any]], dict[str, int]]:
-    """Return the chosen entries of groups, the values of settings, and the number of values before each group's entry.
-    Raise one UserError for all mistakes."""
+    """Return the chosen group entries, the values of settings, and the number of values before each group's entry.
+
+    Raise one UserError for all mistakes.
+    """
     choices: list[str] = []
     values: list[tuple[str, Any]] = []
     earlier: dict[str, int] = {}
@@ -147,9 +149,9 @@ def _replaced_entries(
     typed: list[tuple[str, Any]],
     earlier: dict[str, int],
 ) -> Iterator[str]:
-    """Yield a message for each chosen entry without effect: a recipe replaces the entry's only setting, or one of the
-    settings that are `typed` on the command line before the entry.
+    """Yield a message for each chosen entry without effect.
 
+    Either a recipe replaces the entry's only setting, or that setting is `typed` on the command line before the entry.
     A setting after the entry refines the entry: of two overrides, the later counts.
     """
     values = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=False))

@@ -23,9 +23,9 @@ class UserError(Exception):
 class RunEnded(Exception):
     """A run that was started from Python ended early, for the reason in its log.
 
-    `exit_code` is `EXIT_REQUEUE` after a request to stop, or if a remote copy is missing: call again to continue, with
-    these `changes` of the settings.
-    It is `EXIT_CRASHED` or `EXIT_USER_ERROR` if something must be fixed first.
+    `exit_code` is `EXIT_REQUEUE` after a request to stop, or if a remote copy is missing. The same call with these
+    `changes` of the settings then continues the run. Otherwise `exit_code` is `EXIT_CRASHED` or `EXIT_USER_ERROR`, and
+    the user must fix something first.
     """
 
     def __init__(self, exit_code: int, run_dir: Path, changes: str = "") -> None:
@@ -82,6 +82,8 @@ def did_you_mean(found: str | None) -> str:
 
 
 def nearby(path: Path, is_right: Callable[[Path], bool]) -> str:
-    """Return the last sentence of a message about a missing path. It suggests the nearest path, or asks to correct the
-    path."""
+    """Return the last sentence of a message about a missing path.
+
+    The sentence suggests the nearest path, or asks to correct the path.
+    """
     return did_you_mean(nearest_path(path, is_right)) or " Correct the path."

@@ -165,8 +165,10 @@ def _make(config: Config) -> None:
 
 
 def _is_finished_anyway(config: Config, coordinator: Coordinator, problem: OSError) -> bool:
-    """Return whether a directory that cannot be written contains the finished run. If so, the leader logs the run's
-    report. Collective."""
+    """Return whether a directory that cannot be written contains the finished run. Collective.
+
+    If so, the leader logs the run's report.
+    """
     from rlhf.checkpoint.start.comparison import check_unprepared
     from rlhf.checkpoint.start.preparation import finished_step
 
@@ -178,7 +180,7 @@ def _is_finished_anyway(config: Config, coordinator: Coordinator, problem: OSErr
 
 
 def _finish(config: Config, output: RunOutput, finished: int | None) -> list[int]:
-    """Write the report, and return the steps that `checkpoint.remote` lacks. Log a full or read-only disk.
+    """Write the report, and return the steps that `checkpoint.remote` lacks. On a full or read-only disk, only log.
 
     `finished` is the last step if an earlier launch finished the run, otherwise None. After such a launch, first make
     the copies and exports that it left out.
@@ -211,9 +213,9 @@ def _copy(config: Config, step: int) -> list[int]:
     from rlhf.checkpoint.remote.copies import copy_pending
 
     log.info(
-        "The run in %s is finished at step %d: nothing is trained, and changed data has no effect. To train anew, "
-        "set another trainer.experiment_name. To continue the run, raise trainer.total_training_steps (or "
-        "trainer.total_epochs).",
+        "The run in %s is finished at step %d: nothing is trained, and changed data has no effect. To train "
+        "from scratch, set another trainer.experiment_name. To continue the run, raise trainer.total_training_steps "
+        "(or trainer.total_epochs).",
         config.run_dir,
         step,
     )

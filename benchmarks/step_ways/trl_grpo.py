@@ -1,4 +1,4 @@
-"""Runs GRPO steps with TRL's GRPOTrainer for `benchmarks.step`, by a Python with TRL and without this project."""
+"""Runs GRPO steps with TRL's GRPOTrainer for `benchmarks.step`. Its Python has TRL, but not this project."""
 
 import json
 import sys

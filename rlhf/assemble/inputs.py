@@ -69,7 +69,7 @@ def read_held_out_prompts(
     """Return the held-out prompts, if any; arguments and errors as `read_prompts`. Collective."""
     val_set = build_val_set(data, reward, seed, tokenizer, day, env)
     if val_set is not None:
-        # Each rank evaluates every n-th prompt: with other prompts, or another order, the metrics would be wrong.
+        # Each rank evaluates every n-th prompt. If the ranks had different prompts or orders, metrics would be wrong.
         _check_same(val_set, f"held-out prompts from {data.val_files or data.reasoning_gym}", coordinator)
         if data.val_files is not None and coordinator.rank == 0:
             warn_of_numbers(val_set, "data.val_files", reward.functions)

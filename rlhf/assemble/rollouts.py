@@ -113,7 +113,7 @@ def build_engine(setup: Setup, policy: ResolvedModel, model: PreTrainedModel, *,
 
 
 def build_pool(setup: Setup) -> EnvironmentPool | None:
-    """Start the environments' process, if there are any. Raise UserError for a class that is not an environment."""
+    """Start the host of the environments, if there are any. Raise UserError for a class that is not an environment."""
     return EnvironmentPool(setup.config.env).start() if setup.config.env.used else None
 
 

@@ -318,7 +318,7 @@ def _run_log(config: Config, driver: DriverState, shown: ProgressDisplay, *, lea
 
 def _facts(setup: Setup, policy: TrainingBackend, inputs: RunInputs) -> str:
     """Return a line about policy, ranks, prompts and steps."""
-    # Shards have the global shapes in every training engine.
+    # `shape` is the whole tensor's shape, not this rank's, in every training engine.
     trained, base = (
         sum(math.prod(shard.shape) for shard in shards.values())
         for shards in (policy.model_shards(), policy.base_shards())

@@ -54,7 +54,7 @@ def build_backend(
 def _warn_about_float32_parameters(model: PreTrainedModel) -> None:
     if names := float32_parameters(model, torch.bfloat16):
         log.warning(
-            "backend.autocast=bfloat16: forward and backward passes use bfloat16 for all weights, also for %d that %s "
+            "backend.autocast=bfloat16: forward and backward passes use bfloat16 for all weights, including %d that %s "
             "needs in float32, such as %s. The trained weights are float32. For passes in float32, set "
             "backend.autocast=none.",
             len(names),

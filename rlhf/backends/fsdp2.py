@@ -33,7 +33,7 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 
 
 log = logging.getLogger(__name__)
-_PLAIN = "One rank: the model is trained without FSDP2, with the same bits and checkpoints."
+_PLAIN = "One rank: the model trains without FSDP2. Results and checkpoints have the same bits as with FSDP2."
 _REPLICAS = "Each rank trains a whole replica of the model without FSDP2, and sums gradients once per optimizer step."
 
 
@@ -157,7 +157,9 @@ class Fsdp2Backend(Fsdp2Policy, Scheduled, TrainingBackend):
 
     def backward(self, loss: Tensor) -> None:
         """Scale the loss by the number of ranks: FSDP2 averages over ranks, but the interface requires a sum.
-        Whole replicas sum their gradients in the optimizer step."""
+
+        Do not scale for whole replicas, which sum their gradients in the optimizer step.
+        """
         (loss if self._is_plain else loss * dims.data().size).backward()
 
     def optimizer_step(self) -> dict[str, float]:
@@ -267,8 +269,10 @@ def shards_of(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
 
 
 def replica_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the index of this rank's replica of `tensor`, and the number of replicas. An unsharded tensor has a
-    replica on every rank."""
+    """Return the index of this rank's replica of `tensor`, and the number of replicas.
+
+    An unsharded tensor has a replica on every rank.
+    """
     if not isinstance(tensor, DTensor):
         return dims.everyone().rank, dims.everyone().size
     replica, replicas = 0, 1

@@ -81,8 +81,10 @@ def gather_tensors(
 
 @torch.no_grad()
 def split_over_ranks(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
-    """Return a copy of this rank's equal part of each flattened tensor, in host memory. Collective if the iteration of
-    `tensors` is collective."""
+    """Return a copy of this rank's equal part of each flattened tensor, in host memory.
+
+    Collective if the iteration of `tensors` is collective.
+    """
     rank, ranks = dims.everyone().rank, dims.everyone().size
     shards: dict[str, Shard] = {}
     for name, tensor in tensors:
@@ -140,8 +142,10 @@ def _padded(box: Box, width: int) -> list[int]:
 def _gathered_equal(
     bucket: Sequence[tuple[str, tuple[int, ...], Tensor]], ranks: dims.RankGroup
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor of a bucket of equal parts, unsharded. On any number of ranks, each tensor is copied once
-    after the gather, or not at all if it is alone in its bucket."""
+    """Yield each tensor of a bucket of equal parts, unsharded.
+
+    On any number of ranks, each tensor is copied once after the gather, or not at all if it is alone in its bucket.
+    """
     content = [part.view(torch.uint8) for _, _, part in bucket]
     received = gather_from(ranks, content[0] if len(content) == 1 else torch.cat(content))
     widths = [part.numel() for part in content]

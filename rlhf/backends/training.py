@@ -21,7 +21,7 @@ class Training:
 
     optim: OptimConfig
     grad_clip: float
-    """Largest gradient norm over all ranks."""
+    """Maximum gradient norm over all ranks, for clipping."""
     total_optimizer_steps: int
     updates_per_step: int = 1
     """Optimizer steps in a training step."""

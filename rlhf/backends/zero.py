@@ -228,8 +228,10 @@ def _named(engine: Any, *, trained: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _part_of(parameter: Any, numel: int) -> tuple[int, int]:
-    """Return the start and size of this rank's part of a parameter. Parts have `numel` elements, the last ones fewer or
-    none."""
+    """Return the start and size of this rank's part of a parameter.
+
+    Parts have `numel` elements, the last ones fewer or none.
+    """
     size = math.prod(parameter.ds_shape)
     start = min(dims.data().rank * numel, size)
     return start, min(numel, size - start)

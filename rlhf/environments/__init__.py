@@ -2,9 +2,9 @@
 
 An environment is a class. `reset(**row)` begins an episode; a string that it returns is appended to the last user
 message. Each public method with types and a docstring is a tool. `get_reward()`, sync or async, scores the episode, and
-`close()` ends the episode. With `state_dict()` and `load_state_dict()`, a resumed run continues an episode in the
-middle. A class may instead mark one method, `step(text)`, with `free_text`: this method reads the policy's text, and
-the class has no tools.
+`close()` ends the episode. With `state_dict()` and `load_state_dict()`, a resumed run restores an unfinished
+episode without repeating its calls. A class may instead mark one method, `step(text)`, with `free_text`: this method
+reads the policy's text, and the class has no tools.
 """
 
 from collections.abc import Callable

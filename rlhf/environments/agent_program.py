@@ -21,9 +21,9 @@ from rlhf.environments.chat_protocol import Conversation, Message, RejectedReque
 from rlhf.storage.files import make_new_dir
 
 _LONGEST_OUTPUT = 4000
-"""Most characters of a program's output in the message about its failure."""
+"""Maximum number of characters of a program's output in an error message."""
 _LONGEST_ROW = 100_000
-"""Most characters of RLHF_ROW. Linux allows 128 KiB."""
+"""Maximum number of characters in RLHF_ROW. Linux allows 128 KiB per variable."""
 _LONGEST_REWARD = 1000
 _NO_REWARD = (
     "the program wrote no reward. Write a number to the file RLHF_REWARD_FILE, or set reward.functions, which read the "
@@ -114,7 +114,7 @@ class ServedAgent:
         """
         assert self._endpoint is not None
         self._endpoint.end()
-        # The trainer's deadline is `timeout_s`, too; half of it is left for the reply.
+        # The trainer waits at most `timeout_s` for this call, so leave half of the time for the reply.
         if not self._has_ended.wait(self._timeout_s / 2):
             self._kill()
         found = _number_in(self._folder)
@@ -167,7 +167,7 @@ class _Output:
             self._end = (self._end + data)[-_LONGEST_OUTPUT:]
 
     def end(self) -> str:
-        """Return the last output of an ended program. Wait a second: a child may still have the pipe open."""
+        """Return the last output of an ended program. Wait at most a second, as a child may keep the pipe open."""
         self._reader.join(1.0)
         return self._end.decode(errors="replace").strip()
 

@@ -72,7 +72,7 @@ class ProgramStart:
             # variables or signals another's processes.
             restrict_to([str(folder), SHARED_MEMORY, *self.writable], abstract_sockets=self.network)
             if (script := script_of(self.command)) is None:
-                # Drop PYTHONPATH's first folder, the trainer's: a program with its own packages must not import others.
+                # Drop PYTHONPATH's first folder: a program with packages of its own must not import the trainer's.
                 os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH", "").partition(os.pathsep)[2]
                 os.execvp(self.command[0], list(self.command))
             sys.argv = list(self.command[1:])

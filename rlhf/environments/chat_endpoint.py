@@ -97,7 +97,7 @@ class _ChatServer(ThreadingHTTPServer):
         self.endpoint = endpoint
 
     def server_bind(self) -> None:
-        socketserver.TCPServer.server_bind(self)  # HTTPServer's looks up the name of the machine
+        socketserver.TCPServer.server_bind(self)  # HTTPServer.server_bind looks up the machine's name
         self.server_name, self.server_port = "127.0.0.1", self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:

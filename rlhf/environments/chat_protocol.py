@@ -39,7 +39,7 @@ class Conversation:
         """Add the new messages of a request and return them.
 
         Raises:
-            RejectedRequest: the request does not continue the conversation, or asks for what the trainer lacks.
+            RejectedRequest: the request does not continue the conversation, or needs an unsupported feature.
         """
         messages, tools = _checked(request)
         first = not self.messages
@@ -57,7 +57,7 @@ class Conversation:
         if not new:
             raise RejectedRequest(
                 "the request adds no message. Each request must repeat all messages and answers, and add new messages "
-                "at the end; one request follows the other"
+                "at the end. Send one request at a time"
             )
         if first:
             _check_start(new)
@@ -72,8 +72,10 @@ class Conversation:
 
 
 def completion(number: int, model: str, message: Message, usage: dict[str, int]) -> dict[str, Any]:
-    """Return the answer to a request. All its values are functions of the episode, so that a replay returns the same
-    bytes."""
+    """Return the answer to a request.
+
+    All its values are functions of the episode, so that a replay returns the same bytes.
+    """
     reason = "tool_calls" if message.get("tool_calls") else "stop"
     choice = {"index": 0, "message": _on_the_wire(message), "finish_reason": reason, "logprobs": None}
     total = usage["prompt_tokens"] + usage["completion_tokens"]
@@ -220,14 +222,16 @@ def _call(call: Any) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError, RecursionError):
         pass
     if not _is_call(read):
-        raise RejectedRequest("each of `tool_calls` needs an id, and a function with its name and a JSON object")
+        raise RejectedRequest("each of `tool_calls` needs an id, and a function with name and arguments, a JSON object")
     assert read is not None
     return read
 
 
 def _same(before: Message, now: Message) -> bool:
-    """Return whether a program repeats a message. The program may leave out thoughts, and outer white space of the
-    policy's text."""
+    """Return whether a program repeats a message.
+
+    The program may leave out reasoning, and white space around the policy's text.
+    """
     if before["role"] != "assistant":
         return {**before, "name": None} == {**now, "name": None}
     return (

@@ -134,7 +134,7 @@ def check_reset(
     """Raise UserError if the `reset` of a row's class has a parameter without a default that the row does not give.
 
     Args:
-        resets: of `reset_arguments`.
+        resets: the result of `reset_arguments`.
         record: the row's columns.
         more: names in the row's `extra_info`, which `reset` receives, too.
     """
@@ -152,8 +152,11 @@ def check_reset(
 
 @contextlib.contextmanager
 def preflight_environments(config: EnvConfig | None) -> Iterator[None]:
-    """Import the classes in a confined process, as the training will, while the `with` body runs. Then raise UserError
-    for a class that cannot be imported or is not an environment, or if programs cannot be confined."""
+    """Import the classes in a confined process, as the training will, while the `with` body runs.
+
+    Then raise UserError for a class that cannot be imported or is not an environment, or if programs cannot be
+    confined.
+    """
     if config is None or not config.used:
         yield
         return

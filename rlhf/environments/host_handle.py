@@ -73,8 +73,11 @@ class Host:
         self.definitions: list[Definition] = []
 
     def start(self) -> None:
-        """Start the host unless it runs. Raise UserError if a class cannot be imported or is not an environment,
-        or if a user's file has changed since this handle was made."""
+        """Start the host unless it is running.
+
+        Raise UserError if a class cannot be imported or is not an environment, or if a user's file has changed since
+        this handle was made.
+        """
         with self._lock:
             if self._popen is None:
                 if self.definitions:
@@ -82,8 +85,13 @@ class Host:
                 self._start()
 
     def process(self, *, single: bool, alone: bool, name: str = "") -> Process:
-        """Return a new process, forked from the host. `single`: the process serves one environment. `alone`: the
-        setting is `env.process=episode`, so the process' global state belongs to this environment."""
+        """Return a new process, forked from the host.
+
+        Args:
+            single: the process serves one environment.
+            alone: `env.process=episode`, so the process' global state belongs to this environment.
+            name: unique name of an agent's episode, for the program's folder; empty for an environment class.
+        """
         with self._lock:
             self.start()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -166,7 +174,7 @@ class Host:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                # Repeated calls must have the same replies, also where they follow the order of a set.
+                # Repeated calls must have the same replies, even if a reply depends on the order of a set.
                 env={"PYTHONHASHSEED": "0"} | reward_environment(os.environ, config.pass_env),
                 start_new_session=True,
             )

@@ -17,7 +17,7 @@ from rlhf.environments.definition import Definition
 from rlhf.environments.saved_state import restore, saved
 
 _LONGEST = 20_000
-"""Most characters of an error in a reply."""
+"""Maximum number of characters of an error in a reply."""
 
 
 class Server(Protocol):

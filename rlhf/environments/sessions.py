@@ -18,10 +18,10 @@ from rlhf.environments.host_handle import Host, Process
 from rlhf.events import announce
 
 ANNOUNCE_S = 20.0
-"""Seconds between the events of a slow round of calls."""
+"""Seconds between progress events while `EnvironmentPool.run` waits for slow calls."""
 MAX_REPLY_BYTES = 1 << 24
 _TRIES = 3
-"""Maximum attempts to make a call if its process ends for another reason. The last attempt gets its own process."""
+"""Maximum number of attempts at a call if other calls end its process. The last attempt gets a process of its own."""
 
 T = TypeVar("T")
 Call = dict[str, Any]
@@ -93,10 +93,10 @@ class Session:
         for call, known in self.made:
             if _without_state(self._exchange(call)) != known:
                 raise EnvironmentFailed(
-                    "the program sent other requests when it was started again, to continue its episode"
+                    "the program was started again to continue its episode, but sent other requests than before"
                     if self.pool.config.command is not None
-                    else f"{call['op']} answered differently when it was repeated, to restore an environment that has "
-                    "no state_dict"
+                    else f"{call['op']} was repeated to restore an environment without state_dict, but returned "
+                    "another result than before"
                 )
 
     def _exchange(self, call: Call) -> Reply:
@@ -239,7 +239,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _encodable(value: Any) -> Any:
-    """Return the value with a question mark for each half of a surrogate pair, which no tokenizer accepts."""
+    """Return the value with each lone surrogate replaced by a question mark: no tokenizer accepts surrogates."""
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if isinstance(value, dict):

@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> int:
     check_options(words, FLAGS, WITH_VALUE)
-    # argparse does not accept options between overrides, so sort them first.
+    # argparse does not accept options between overrides, so separate the overrides first.
     overrides = [word for word in words if "=" in word and not word.startswith("-") and not os.path.exists(word)]  # noqa: PTH110
     others = [word for word in words if word not in overrides]
     _check_for_target(others, overrides)

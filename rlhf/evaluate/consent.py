@@ -1,10 +1,10 @@
 """Finds stored settings that an evaluation uses only with the user's consent.
 
-They name code, give code rights or read the user's environment.
+These settings name code, give code rights or read the user's environment.
 
-Anyone can write a checkpoint's configuration, and its hashes. A downloaded checkpoint ran its own file with the user's
-tokens. A user's own run has no exception, because a whole run directory can be downloaded, too. Names of bundled
-rewards, environments and data converters need no consent.
+Anyone can write a checkpoint's configuration, and its hashes. Without consent, a downloaded checkpoint could run its
+own file with the user's tokens. A user's own run is no exception: a whole run directory can be downloaded,
+too. Names of bundled rewards, environments and data converters need no consent.
 """
 
 import re
@@ -65,7 +65,7 @@ def unconfirmed(tree: DictConfig, typed: Collection[str], to_confirm: Mapping[st
 
 
 def drop_training_code(tree: DictConfig) -> None:
-    """Replace an estimator and a policy loss in files by bundled functions, because an evaluation calls neither."""
+    """Replace a user's estimator and policy loss by bundled functions, because an evaluation calls neither."""
     estimator = "gae" if OmegaConf.select(tree, "critic.enable") else "reinforce_plus_plus"
     for key, bundled, replacement in (
         ("algorithm.adv_estimator", ESTIMATORS, estimator),

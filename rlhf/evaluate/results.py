@@ -40,8 +40,10 @@ HARMLESS = ("data.train_", "data.shuffle", "data.gen_batch_size", "model.path", 
 
 
 def files_of(planned: PlannedEvaluation) -> dict[str, str]:
-    """Return the hashes of the local files on which the result depends, and the names of Hub models. Raise UserError if
-    a file cannot be read."""
+    """Return the hashes of the local files on which the result depends, and the names of Hub models.
+
+    Raise UserError if a file cannot be read.
+    """
     try:
         return _files_of(planned)
     except OSError as error:

@@ -63,7 +63,7 @@ def plan(
     """Return the evaluation of each target. Raise UserError with the mistakes of all targets at once.
 
     A run's stored settings are the defaults of its checkpoints. The settings of the first run are also the defaults of
-    models, so that a base model is evaluated like the run that began with it. `trusts_settings` is the user's consent
+    models, so that a base model is evaluated like the run that started from it. `trusts_settings` is the user's consent
     to stored settings that name code (`rlhf.evaluate.consent`).
     """
     stored = [StoredSettings.of(target, trusts_settings) for target in targets]

@@ -12,7 +12,7 @@ from rlhf.config.buffer_sizes import CHUNK_ELEMENTS, HEAD_GRADIENT_BYTES
 from rlhf.planning.model_shapes import ModelShapes
 
 CHUNK_COPIES = 3
-"""Float32 tensors of a chunk's size that exist together."""
+"""Number of float32 tensors of a chunk's size that exist at the same time."""
 PACKED = "sdpa_by_sequence"
 """Implementation that replaces `sdpa` for packed sequences (`rlhf.models.sequence_attention`)."""
 STEPWISE = ("gelu_new", "gelu_fast", "quick_gelu")
@@ -23,7 +23,7 @@ FLOAT32_WEIGHTS = ("gemma", "olmo")
 
 @dataclass(frozen=True)
 class TokenCost:
-    """Bytes per token and layer of adapters, in addition to those of the model."""
+    """Bytes per token and layer that adapters add to the model's."""
 
     kept: int = 0
     """Bytes kept for the backward pass."""

@@ -21,8 +21,10 @@ def check_adapters(model: ModelConfig, shapes: ModelShapes) -> None:
 
 
 def _fits(lora: LoraConfig, shapes: ModelShapes) -> bool:
-    """Return whether, by weight names, all names in the settings exist, all targets are linear, and the rank is
-    possible."""
+    """Return whether the weight names in the files show that the adapter settings fit.
+
+    All names in the settings must exist, all targets must be linear, and the rank must be possible.
+    """
     linear: dict[str, tuple[int, ...]] = {}
     for unit, weights in shapes.units.items():
         linear |= {} if unit == ROOT else linear_layers(weights)

@@ -89,7 +89,7 @@ def check_heads(config: Config, policy: ModelShapes) -> None:
         right = ", ".join(str(gpus) for gpus in range(1, heads + 1) if splits(gpus))
         raise UserError(
             f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: vLLM cannot split {heads} "
-            f"attention heads with {key_heads} heads of keys ({config.model.path}) evenly. Set it to one of {right}."
+            f"attention heads with {key_heads} key-value heads ({config.model.path}) evenly. Set it to one of {right}."
         )
 
 
@@ -101,8 +101,10 @@ def check_engine(config: Config) -> None:
 
 
 def engine_share(config: Config, *, trains: bool) -> float:
-    """Return the fraction of a GPU's memory for vLLM in the ranks: the setting, or else what the training (`trains`) or
-    the evaluation leaves; a default if the memory plan is unknown.
+    """Return the fraction of a GPU's memory for vLLM in the ranks.
+
+    This is the setting, or else what training (`trains`) or an evaluation leaves; a default if the memory plan is
+    unknown.
     """
     models = models_of(config, from_config=False)
     if models is None:

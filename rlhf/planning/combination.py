@@ -79,8 +79,11 @@ def _from(config: Config, models: Models, target: Target, base: Sequence[Change]
 
 
 def missing(plan: Plan) -> int:
-    """Return how far the plan is from fitting: bytes beyond the memory in all phases and on the host, and tokens that
-    the engine's cache lacks; 0 if the plan fits or the memory is unknown."""
+    """Return how far the plan is from fitting; 0 if the plan fits or the memory is unknown.
+
+    The distance is the sum of the bytes beyond the memory in all phases and on the host, and of the tokens that the
+    engine's cache lacks.
+    """
     memory, host = plan.target.memory, plan.target.host_memory
     if memory is None:
         return 0

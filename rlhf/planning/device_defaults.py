@@ -1,4 +1,4 @@
-"""Device defaults: values of settings that are null. Imports neither torch nor vLLM."""
+"""Chooses device defaults: values for null settings that fit the devices. Imports neither torch nor vLLM."""
 
 import os
 from collections.abc import Callable, Mapping

@@ -22,8 +22,10 @@ def lacks_gpu() -> bool:
 
 
 def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of GPUs that torch will find in this environment, without torch; 0 if torch is built for
-    CPUs."""
+    """Return the number of GPUs that torch will find in this environment; 0 if torch is built for CPUs.
+
+    This function does not import torch.
+    """
     if lacks_gpu() or _built_for_cpus():
         return 0
     visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -78,8 +80,7 @@ def smallest_gpu(environ: Mapping[str, str]) -> int | None:
 
 
 def visible_gpus(fields: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[list[str]] | None:
-    """Return for each GPU visible in this environment its MiB of memory and these fields of nvidia-smi; None if
-    nvidia-smi fails."""
+    """Return the memory in MiB and the nvidia-smi `fields` of each visible GPU; None if nvidia-smi fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

@@ -33,7 +33,8 @@ DEEPSPEED_BASE = 60 << 20
 CUDA_HOST_BASE = 3 << 30
 """Estimate for the host memory of a rank with a GPU and no model, with driver and kernels."""
 ROOM_OF_REPLICAS = 2
-"""A null `backend.dp_replicate` means a replica per rank if a rank's memory is this many times the planned peak."""
+"""A null `backend.dp_replicate` means a replica per rank if a rank's memory is at least this multiple of the planned
+peak."""
 TOKEN_RECORD = 16
 """Bytes per response token: int32 and float32 in its sample, and again in a copy that is sent or journaled."""
 
@@ -102,13 +103,13 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Return whether every phase and the host's part fit, and the engine starts. True if the memory is unknown."""
+        """Return whether every phase and the planned host memory fit, and the engine starts. True if unknown."""
         memory = self.target.memory
         return memory is None or (self.peak.total <= memory and self.engine_starts and self.fits_host)
 
     @property
     def fits_host(self) -> bool:
-        """Return whether the host's part fits into the host's memory. True if unknown."""
+        """Return whether the planned host memory fits into `target.host_memory`. True if unknown."""
         return self.target.host_memory is None or sum(self.host.values()) <= self.target.host_memory
 
     @property
@@ -200,8 +201,9 @@ def _attention(section: ModelConfig, model: ModelShapes) -> str:
 
 
 def evaluation_share(config: Config, models: Models, target: Target) -> float | None:
-    """Return vLLM's fraction of a GPU in an evaluation: `rollout.gpu_memory_utilization` if set, else a fraction that
-    fits. Without the setting, return None on a CPU or if the memory is unknown.
+    """Return vLLM's fraction of a GPU in an evaluation: `rollout.gpu_memory_utilization` if set, else one that fits.
+
+    Without the setting, return None on a CPU or if the memory is unknown.
 
     An evaluation has no optimizer, batch, critic or reference. Its policy waits in host memory for the weight sync.
     """
@@ -212,7 +214,7 @@ def evaluation_share(config: Config, models: Models, target: Target) -> float | 
     reward = by_role.get("reward model")
     taken = 0 if reward is None else sum(reward.resident("generation").values())
     if not rollout.sleep_level:
-        # The engine starts first and keeps its cache. Beside the cache, the device needs room for the policy's shard
+        # The engine starts first and keeps its cache. Besides the cache, the device needs room for the policy's shard
         # until the shard moves to the host, and later for the passes of the reward model.
         taken += by_role["actor"].state.weights
         if reward is not None:

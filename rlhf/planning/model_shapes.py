@@ -174,8 +174,10 @@ def is_head(name: str) -> bool:
 
 
 def with_experts_fused(weights: Shapes) -> Shapes:
-    """Return `weights` with a layer's experts of one shape stacked to [experts, rows of all, columns], as transformers
-    does when it loads files that store each expert separately."""
+    """Return `weights` with a layer's experts of one shape stacked to [experts, rows of all, columns].
+
+    transformers stacks experts in this way when it loads files that store each expert separately.
+    """
     kept: dict[str, tuple[int, ...]] = {}
     stacks: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for name, shape in weights.items():

@@ -12,8 +12,8 @@ from rlhf.planning.model_shapes import ModelShapes
 from rlhf.planning.training_state import WIDTHS
 
 ENGINE_BASE = 1 << 30
-"""Estimate of the memory that vLLM keeps on a GPU beside weights and cache, even while it sleeps: 1 GiB for CUDA graphs
-and the libraries' buffers."""
+"""Estimate of the memory that vLLM keeps on a GPU besides weights and cache, even while it sleeps: 1 GiB for CUDA
+graphs and the libraries' buffers."""
 LARGE_GPU, PROFILED_TOKENS = 70 << 30, (16384, 8192)
 """vLLM's default `max_num_batched_tokens` on GPUs of at least 70 GiB, and on smaller GPUs. Before vLLM allocates the
 cache, it measures the memory of the activations in a pass of this size."""

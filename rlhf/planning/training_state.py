@@ -55,8 +55,10 @@ def sharded(weights: Shapes, ranks: int) -> int:
 
 
 def frozen_state(model: ModelShapes, config: BackendConfig, dtype: str, ranks: int) -> TrainingState:
-    """Return the memory of a model without an optimizer, whose weights have `dtype`. FSDP2 shards such models, also
-    with backend=deepspeed."""
+    """Return the memory of a model without an optimizer, whose weights have `dtype`.
+
+    FSDP2 shards such models, even with backend=deepspeed.
+    """
     width = WIDTHS[dtype]
     if stays_plain(config, ranks, width):
         return TrainingState(width * model.count)

@@ -15,8 +15,10 @@ from rlhf.reward.weighted import Reward, Term
 
 
 def build_reward(config: RewardConfig, reward_model: Scorer | None = None) -> Reward:
-    """Build the weighted sum of `reward.functions`; `reward_model` scores the entry of that name. Processes start at
-    the first `score`. Raises UserError for settings that `check_reward` rejects."""
+    """Build the weighted sum of `reward.functions`; `reward_model` scores the entry of that name.
+
+    Processes start at the first `score`. Raises UserError for settings that `check_reward` rejects.
+    """
     # Allow an empty list here: `check_reward` rejects it unless environments give rewards.
     check_functions(config, without_functions=True)
     return Reward(

@@ -14,7 +14,7 @@ from rlhf.reward.scores import RewardItem, Score
 from rlhf.reward.signature import FIELDS, PROMPT, Convention, Signature
 
 _LONGEST_NOTE = 10_000
-"""A note beside a score has at most this many characters."""
+"""Maximum number of characters of a note (`Score.notes`)."""
 
 Failure = Callable[[BaseException], dict[str, Any]]
 """Converts an error to an entry of a reply."""
@@ -117,7 +117,7 @@ class FunctionCall:
 
 
 class _Logged:
-    """Collects what a TRL function logs beside its scores, for the samples of one call."""
+    """Collects the values that a TRL function logs in addition to its scores, for the samples of one call."""
 
     def __init__(self, setting: str, count: int) -> None:
         self._setting, self._count = setting, count

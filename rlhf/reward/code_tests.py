@@ -27,7 +27,7 @@ SHARE = 0.8
 """Share of `reward.timeout_s` that all tests of a sample have together. A test that has not ended by then fails, so
 an endless loop is a wrong answer, not a timeout of the verifier."""
 FORMS = (
-    "Python code with assert, a list of such codes (MBPP's test_list), {inputs: [...], outputs: [...]} with an "
+    "Python code with assert, a list of such texts (MBPP's test_list), {inputs: [...], outputs: [...]} with an "
     "optional fn_name (APPS, TACO), a list of {input, output}, or one of these as JSON"
 )
 _FENCED = re.compile(
@@ -35,9 +35,11 @@ _FENCED = re.compile(
     r"(?:^(?:\1)? {0,3}```+|(?<=[^\s`])```+[ \t]*$|\Z)",
     re.DOTALL | re.MULTILINE,
 )
-"""A block begins with a fence that begins a line, or that follows the line's text and at most names a language. It ends
-with a fence that begins a line, at most three spaces from the margin or from the first fence, or that ends a line.
-Other backticks are parts of the program or of prose. Possessive quantifiers keep the time linear."""
+"""Matches a fenced block of code.
+
+The first fence is at the start of a line, or after a line's text; only a language's name may follow it there. The last
+fence is at the start of a line, indented by at most three spaces, or by three more than the first fence; or it is at
+the end of a line. Other backticks are parts of the program or of prose. Possessive quantifiers keep the time linear."""
 _LONGEST_OUTPUT = 10 << 20
 _PASSED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 """Environment variables of this process that programs get."""
@@ -49,8 +51,9 @@ _LASTING_CALLS = (
     *("setpriority", "ioprio_set"),
 )
 _OWN_PROCESS = ("prlimit64", "sched_setparam", "sched_setscheduler", "sched_setaffinity", "sched_setattr")
-"""Calls that change any process of the user, but their first argument 0 means the calling process. With `prlimit64`, a
-program could forbid this process to write the files of the next sample."""
+"""Calls that can change every process of the user. A program may make them only with first argument 0: its own process.
+
+Otherwise a program could use `prlimit64` to forbid this process to write the files of the next sample."""
 _CALL = """
 import json as _json
 _target = getattr(Solution(), {name!r}) if "Solution" in globals() else {name}
@@ -84,7 +87,7 @@ def read_tests(ground_truth: Any) -> list[CodeTest]:
 
 
 def _from_json(text: str) -> Any:
-    """Return the list or mapping that `text` is in JSON; otherwise `text`."""
+    """Parse `text` as JSON and return the list or mapping; return `text` itself if it is neither."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -104,12 +107,12 @@ def _test(given: Any) -> CodeTest:
         return CodeTest(stdin=_lines(stdin), output=_lines(output))
     if not (isinstance(name, str) and name.isidentifier()):
         raise ValueError(f"fn_name={name!r} is not the name of a function")
-    # Only at line feeds: JSON texts may contain the other line breaks of `splitlines`.
+    # Split only at line feeds: JSON texts may contain the other line breaks of `splitlines`.
     arguments = [json.loads(line) for line in stdin.split("\n") if line.strip()] if isinstance(stdin, str) else stdin
     expected = [output]
     if isinstance(output, str):
         with contextlib.suppress(ValueError):
-            # JSON arguments have a JSON result. Beside a list of arguments, "101" may also be the string itself.
+            # If `stdin` is JSON text, so is the output. If it is a list, "101" may be the number or the string.
             expected = [json.loads(output), *([] if isinstance(stdin, str) else [output])]
     # APPS stores some results in a list of one element.
     expected += [each[0] for each in expected if isinstance(each, list) and len(each) == 1]
@@ -162,8 +165,10 @@ def _passes(program: str, test: CodeTest, deadline: float) -> bool:
 
 
 def _confine(folder: str) -> None:
-    """Keep a program from changing the tests of other samples: it starts no process or thread, writes only to its own
-    folder, and leaves nothing in the kernel."""
+    """Keep a program from changing the tests of other samples.
+
+    The program can start no process or thread, writes only to its own folder, and leaves nothing in the kernel.
+    """
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     if sys.platform == "linux":
         restrict_to([folder], abstract_sockets=False)

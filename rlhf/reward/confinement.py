@@ -43,7 +43,7 @@ _NETWORK_CALLS = ("socket", "io_uring_setup")
 
 @dataclass(frozen=True)
 class Confinement:
-    """Rights of a reward process; the fields come from `RewardConfig`."""
+    """Rights of a reward process or of a host of environments. The fields come from `RewardConfig` or `EnvConfig`."""
 
     memory_gb: float | None
     """GiB that the process, and each process that it starts, may allocate; None: no limit."""
@@ -93,8 +93,11 @@ def confine(confinement: Confinement) -> Confined:
 
 
 class CpuTime:
-    """Limits this process' CPU time per sample to `timeout_s` on all cores. Child processes inherit the limit. Only
-    processes that outlive their sample reach the limit: the trainer kills the reward process after `timeout_s`."""
+    """Limits this process' CPU time per sample to `timeout_s` on all cores.
+
+    Child processes inherit the limit. Only processes that outlive their sample reach the limit: the trainer kills the
+    reward process after `timeout_s`.
+    """
 
     def __init__(self, timeout_s: float):
         self._allowance = timeout_s * (os.cpu_count() or 1)
@@ -193,8 +196,10 @@ def _drop_privileges(uid: int, own: str, writes: bool, missing: list[str]) -> bo
 
 
 def restrict_to(folders: Sequence[str], *, abstract_sockets: bool) -> int:
-    """Let this process, for good, write only to `folders` and devices, as far as Landlock can. The process then also
-    cannot trace or signal processes with fewer restrictions. Return Landlock's version."""
+    """Let this process, for good, write only to `folders` and devices, as far as Landlock can.
+
+    The process then also cannot trace or signal processes with fewer restrictions. Return Landlock's version.
+    """
     if version := kernel.landlock_version():
         devices = [*_DEVICES, *(str(path) for pattern in _ACCELERATORS for path in Path("/dev").glob(pattern))]
         paths = [path for path in (*sorted(set(folders)), *devices) if Path(path).exists()]

@@ -29,7 +29,7 @@ their addresses may contain passwords."""
 
 
 def reward_environment(trainer: Mapping[str, str], pass_env: Sequence[str]) -> dict[str, str]:
-    """Return a reward process' environment: the trainer's variables in `ALLOWED` and in `reward.pass_env`."""
+    """Return a reward process' environment: the trainer's variables in `ALLOWED` and in `pass_env`."""
     kept = {name: trainer[name] for name in (*ALLOWED, *pass_env) if name in trainer}
     root = str(Path(rlhf.__file__).parents[1])
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, (root, trainer.get("PYTHONPATH"), str(Path.cwd()))))

@@ -40,7 +40,7 @@ def merge_timeouts(parts: Iterable[Timeouts]) -> list[Timeouts]:
 
 
 class FailurePolicy:
-    """Decides whether a failed or late sample of one function gets a score or ends the run. Thread-safe."""
+    """Scores the failed and late samples of one function, or ends the run at a failed sample. Thread-safe."""
 
     def __init__(self, function: str, config: RewardConfig):
         self._function = function

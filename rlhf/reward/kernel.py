@@ -1,6 +1,6 @@
 """Wraps the Linux system calls for confinement with ctypes: Landlock, seccomp, namespaces, capabilities.
 
-All but `landlock_version` raise OSError where the kernel, or a container around the process, rejects the call.
+Every function except `landlock_version` raises OSError if the kernel, or a container, rejects the call.
 The numbers are from the kernel's `uapi` headers. Landlock: https://docs.kernel.org/userspace-api/landlock.html.
 """
 
@@ -123,8 +123,10 @@ def landlock_version() -> int:
 
 
 def restrict_writing(version: int, paths: Sequence[str], *, abstract_sockets: bool) -> None:
-    """With Landlock, allow writes only to `paths` and below, for good, in this process and all its child processes.
-    These processes also cannot trace other processes, and from version 6 cannot signal other processes."""
+    """With Landlock, allow writes only to `paths` and below, for good, in this process and all its children.
+
+    These processes also cannot trace other processes, and from version 6 cannot signal other processes.
+    """
     to_file = _WRITE_FILE | (_TRUNCATE if version >= 3 else 0)
     anything = to_file | _REMOVE_AND_MAKE | (_REFER if version >= 2 else 0)
     scoped = (_SCOPE_SIGNALS | (0 if abstract_sockets else _SCOPE_ABSTRACT_SOCKETS)) if version >= 6 else 0

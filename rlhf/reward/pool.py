@@ -22,7 +22,7 @@ class ProcessPool:
     """Scores items in `num_workers` concurrent processes, each sample within `timeout_s`."""
 
     def __init__(self, verifier: str, config: RewardConfig, policy: FailurePolicy, *, forgive_deaths: bool = False):
-        """`forgive_deaths`: do not end the run if the process dies twice, or reaches a limit, on a sample."""
+        """`forgive_deaths`: a sample whose verifier fails, reaches a limit or dies twice does not end the run."""
         self._verifier = verifier
         self._config = config
         self._policy = policy
@@ -77,7 +77,7 @@ class ProcessPool:
             return self._policy.timed_out(items)
         except ProcessDiedError as error:
             died = RewardError(f"{self._verifier}: the reward process died twice ({error}) on {_describe(items)}")
-            # If the process was killed from outside, as when memory runs out, a restart of the run may succeed.
+            # If it was killed from outside, for example because memory ran out, a restart of the run may succeed.
             if process.stopped or (error.killed and not self._forgive_deaths):
                 raise died from error
             return [self._policy.failed(died, forgive=self._forgive_deaths)] * len(items)

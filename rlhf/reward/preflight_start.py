@@ -15,7 +15,9 @@ from rlhf.reward.settings import NAMES, SETTING
 @contextlib.contextmanager
 def preflight_start(config: RewardConfig | None) -> Iterator[None]:
     """Import the file of each user function in a confined process, as the training will, while the `with` body runs.
-    Then raise UserError for a file that cannot be imported in time, or a function that cannot be called."""
+
+    Then raise UserError for a file that cannot be imported in time, or a function that cannot be called.
+    """
     functions = [] if config is None else [function for function in config.functions if function not in NAMES]
     if config is None or not functions:
         yield

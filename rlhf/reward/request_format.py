@@ -53,4 +53,4 @@ class RequestFormat:
 
 
 _OWN_TIMEOUTS_S = 2.0
-"""Extra seconds, so that concurrent samples time out one by one, unless one sample blocks the others."""
+"""Extra seconds of a concurrent request, so that each sample's own timeout fires first unless a sample blocks."""

@@ -102,8 +102,11 @@ class RewardModel(Scorer):
         ]
 
     def _chat(self, item: RewardItem) -> list[dict[str, str]]:
-        """Return the messages without special tokens. With them, a response could continue the chat in another role,
-        for example as a user who praises it."""
+        """Return the messages without special tokens.
+
+        With special tokens, a response could continue the chat in another role, for example as a user who praises the
+        response.
+        """
         chat = [*item.messages, {"role": "assistant", "content": item.response}]
         harmless = self._special_texts.harmless
         return [{key: harmless(each) if isinstance(each, str) else each for key, each in m.items()} for m in chat]

@@ -58,7 +58,7 @@ class ScoringProcess:
     """One confined reward process; used by one thread at a time."""
 
     def __init__(self, verifier: str, config: RewardConfig, captured: list[str] | None = None):
-        """`captured`: the start is only a check; the list receives the process' output, and no warning is logged."""
+        """`captured`: for a start that is only a check; receives the output, and missing protections are not logged."""
         self._verifier = verifier
         self._config = config
         self._captured = captured
@@ -76,8 +76,7 @@ class ScoringProcess:
         return self._format
 
     def request(self, items: Sequence[RewardItem]) -> list[dict[str, Any]]:
-        """Return an entry for each item: the fields of a `Score`, or of an error, which `failure` converts to an
-        exception.
+        """Return an entry for each item: the fields of a `Score`, or of an error (see `failure`).
 
         Each item may take `reward.timeout_s`. Kills the process before raising TimeoutError or ProcessDiedError. Raises
         RewardError or UserError if the process cannot start.
@@ -215,7 +214,7 @@ class ScoringProcess:
             self._captured.append(text)
         if 0 < self._output_left < len(data):
             log.warning(
-                "%s printed more than %d bytes on one sample; the rest is left out.", self._verifier, MAX_OUTPUT_BYTES
+                "%s printed more than %d bytes in one request; the rest is left out.", self._verifier, MAX_OUTPUT_BYTES
             )
         self._output_left = max(0, self._output_left - len(data))
         return bool(data)
@@ -302,4 +301,4 @@ def failure(reply: dict[str, Any], sample: str = "") -> Exception | None:
         return None
     if reply["user"]:
         return UserError(f"{reply['error']}{sample}")
-    return RewardError(f"The reward raised an error.{sample}\n{reply['traceback']}")
+    return RewardError(f"The reward function raised an error.{sample}\n{reply['traceback']}")

@@ -1,4 +1,4 @@
-"""Checks the settings `reward` without running any function, and finds the columns that the functions read."""
+"""Checks the section `reward` without running any function, and finds the columns that the functions read."""
 
 import math
 import os
@@ -99,7 +99,9 @@ def _check_weights(config: RewardConfig) -> None:
 
 def signature_in_file(spec: str) -> Signature | None:
     """Return the signature of the function `spec`; None if the file binds the name without a `def`, as by an import.
-    Raise UserError if the file is missing or is not valid Python, or the name is not in it."""
+
+    Raise UserError if the file is missing or is not valid Python, or the name is not in it.
+    """
     found = find_definition(SETTING, spec)
     return None if found is None else Signature.of_definition(found)
 
@@ -155,8 +157,10 @@ class WantedColumns:
         return [self.reads_all, sorted(self.named), sorted(name for name, _ in self.required)]
 
     def of_record(self, record: dict[str, Any], prompt_key: str, where: str) -> dict[str, Any]:
-        """Return a record's columns for the functions; raise UserError, naming `where`, if a required column is
-        missing."""
+        """Return a record's columns for the functions.
+
+        Raise UserError, naming `where`, if a required column is missing.
+        """
         for name, function in self.required:
             if name not in record:
                 raise UserError(

@@ -56,8 +56,11 @@ def exact_match(item: RewardItem) -> Score:
 
 
 def math_verify(item: RewardItem) -> Score:
-    """Return 1 if math-verify finds the response's answer equal to a reference answer, else 0. math-verify's own
-    timeouts are off, because they limit single expressions; the reward process has a deadline for the whole sample."""
+    """Return 1 if math-verify finds the response's answer equal to a reference answer, else 0.
+
+    math-verify's own timeouts are off, because they limit single expressions; the reward process has a deadline for the
+    whole sample.
+    """
     from math_verify import parse, verify
 
     def matches(gold: str) -> bool:
@@ -69,8 +72,10 @@ def math_verify(item: RewardItem) -> Score:
 
 
 def reasoning_gym(item: RewardItem) -> Score:
-    """Score the stripped response with `score_answer` of the task that generated the problem. reasoning-gym's verifiers
-    raise on answers that they cannot read. Such an answer scores 0 and counts as unreadable."""
+    """Score the stripped response with `score_answer` of the task that generated the problem.
+
+    reasoning-gym's verifiers raise on answers that they cannot read. Such an answer scores 0 and counts as unreadable.
+    """
     entry = {"question": item.extra_info["question"], "answer": item.ground_truth}
     metadata = item.extra_info["metadata"]
     dataset = gym_dataset(item.data_source, item.extra_info.get("config") or {})
@@ -112,8 +117,10 @@ def only_compares(data_source: str, settings: dict[str, Any]) -> bool:
 
 
 def answer_reader(config: RewardConfig) -> Reader | None:
-    """Return the reader of the first of `reward.functions`; None unless it is a named verifier. The trainer cannot know
-    how a user's function reads an answer, and a reward model extracts no answer."""
+    """Return the reader of the first of `reward.functions`; None if the trainer cannot read this function's answers.
+
+    The trainer cannot know how a user's function reads an answer. For a reward model or code_tests, no answer exists.
+    """
     first = config.functions[0] if config.functions else None
     if first in ("exact_match", "math_verify"):
         return final_answer

@@ -31,8 +31,11 @@ class Reward:
         self._meanings |= {term.label: f"the score of {term.label}" for term in terms}
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        """Return one result for each item, in order. Collective with a reward model; ranks may have different numbers
-        of items. Raises RewardError or UserError for failures that `reward.on_error` does not forgive."""
+        """Return one result for each item, in order.
+
+        Collective with a reward model; ranks may have different numbers of items. Raises RewardError or UserError for
+        failures that `reward.on_error` does not forgive.
+        """
         # The other functions run in their processes while this thread computes the reward model.
         others = [term for term in self._terms if term.label != REWARD_MODEL]
         started = {term.label: self._threads.submit(term.scorer.score, items) for term in others}

@@ -507,7 +507,7 @@ def test_devices_beyond_the_heads_of_the_keys_get_copies(qwen_7b, capsys):
     per_token = {gpus: of["phases"]["generation"]["engine cache"] / of["tokens"]["cache"] for gpus, of in found.items()}
     assert per_token[4] == pytest.approx(per_token[28], rel=1e-3)  # the model has 4 heads of keys
     assert main(["recipes=null", "data.train_files=x.jsonl", *options, "rollout.tensor_model_parallel_size=14"]) == 2
-    facts = ("rollout.tensor_model_parallel_size=14", "28 attention heads", "4 heads of keys", "one of 1, 2, 4, 28")
+    facts = ("rollout.tensor_model_parallel_size=14", "28 attention heads", "4 key-value heads", "one of 1, 2, 4, 28")
     message = capsys.readouterr().err
     assert all(fact in message for fact in facts), message
 

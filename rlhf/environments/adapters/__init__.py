@@ -1,4 +1,4 @@
-"""Adapters that run environments of other libraries: one file per library, which is an optional extra."""
+"""Adapters that run environments of other libraries, one file per library. Each library is an optional extra."""
 
 import importlib
 from collections.abc import Iterable, Mapping

@@ -2,8 +2,8 @@
 
 Each episode is one WebSocket session, because the server's HTTP routes build a new environment for each request. All
 episodes of a step are open at the same time, so the server needs `max_concurrent_envs` of at least their number. A
-resume opens new sessions and repeats the calls (docs/environments.md), so the server's environment must answer the same
-after `reset` with the same seed.
+resume opens new sessions and repeats the calls (docs/environments.md). So after `reset` with the same seed, the
+server's environment must give the same answers.
 """
 
 import importlib
@@ -26,11 +26,12 @@ class OpenEnv:
     """A session. The reward of an episode is the sum of its steps' rewards."""
 
     _fields: tuple[str, str | None] = "", None
-    """The action's field for the policy's text, and the observation's field with the answer. None: the answer is the
-    whole observation as JSON."""
+    """The action's field for the policy's text, and the observation's field with the answer.
+
+    If the second is None, the answer is the observation as JSON, without the fields `_OWN`."""
 
     def __init__(self, url: str, action: str | None = None, observation: str | None = None) -> None:
-        """`action` and `observation`: names of the two fields, needed if the server's schema has several texts."""
+        """`action`, `observation`: names of `_fields`. `action` is needed unless the schema has one text field."""
         from openenv.core.generic_client import GenericEnvClient
 
         self._client = GenericEnvClient(url, connect_timeout_s=CONNECT_TIMEOUT_S)
@@ -45,7 +46,7 @@ class OpenEnv:
         action = _chosen("action", action, texts, schema["action"])
         if action is None:
             raise UserError(
-                f"{KWARGS}.url={url}: the server's actions have the texts {', '.join(texts) or '(none)'}. Set "
+                f"{KWARGS}.url={url}: the server's actions have the text fields {', '.join(texts) or '(none)'}. Set "
                 f"{KWARGS}.action to the field for the policy's text; if there is none, the adapter cannot play."
             )
         answers = [name for name in _texts(schema["observation"]) if name not in _OWN]
@@ -59,7 +60,7 @@ class OpenEnv:
             if "CAPACITY_REACHED" not in str(error):
                 raise
             raise RuntimeError(
-                f"{error}. Start the server with max_concurrent_envs of at least the samples of a step"
+                f"{error}. Start the server with max_concurrent_envs of at least the number of samples in a step"
             ) from error
         # The trainer appends the text to the row's prompt.
         return f"\n{self._answer(begun.observation)}"

@@ -48,7 +48,10 @@ class SkyRLGym:
     def step(self, text: str) -> tuple[str | None, float]:
         made = self._task.step(text)
         if made.get("postprocessed_action") not in (None, text):
-            raise RuntimeError("the environment rewrites the policy's text (postprocessed_action), which was sampled")
+            raise RuntimeError(
+                "the environment rewrites the policy's text (postprocessed_action), but the run trains on the "
+                "sampled text"
+            )
         answer = None if made["done"] else "\n".join(message["content"] for message in made["observations"])
         return answer, float(made["reward"])
 

@@ -29,7 +29,8 @@ class TextArena:
 
         self._game = textarena.make(id, **arguments)
         self._players = players
-        # The wrappers of observations repeat the whole history. The wrappers of actions stay.
+        # Observation wrappers repeat the whole history, so read observations without them. Actions still pass through
+        # all wrappers.
         self._core = self._game
         while isinstance(self._core, textarena.Wrapper):
             self._core = self._core.env

@@ -2,8 +2,8 @@
 
 A row has a column `task`: the number of a task in the taskset. The environment of verifiers runs in this program and
 calls the policy through the episode's endpoint, so the trainer journals its requests and replays the program after a
-crash. It must be a program: verifiers cannot be called turn by turn, and its own server would hide the episode's
-turns from the journal.
+crash. The environment must run as a program: verifiers cannot be called turn by turn, and its own server would hide
+the episode's turns from the journal.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from rlhf.errors import UserError, did_you_mean, nearest
 from rlhf.storage.files import write_small
 
 NULL = "null"
-"""The harness of verifiers that only chats and calls tools of the task."""
+"""Id of the harness in verifiers that only chats and calls the task's tools."""
 _tasks: list[Any] = []
 """A finite taskset's tasks, or the first of an endless one. The host reads them once, before it forks programs."""
 
