@@ -43,8 +43,8 @@ def check_options(
 ) -> None:
     """Raise one UserError for all options that are neither in `flags` nor in `with_value`.
 
-    For an option in `synonyms`, the message shows the option that the synonym means. For an option with the name of a
-    setting, of this trainer or another one, the message shows the setting to write.
+    For an option in `synonyms`, the message shows the option that the synonym means. For an option with the name of
+    a setting, of this trainer or another trainer, the message shows the setting to write.
     """
     if problems := list(_unknown(argv, flags, with_value, synonyms)):
         raise UserError("\n".join(problems))

@@ -16,7 +16,7 @@ def byte_size(text: str) -> int:
     """Return the bytes of `80GB`, `79.2GiB` or `512M`, for `type` of an option.
 
     Raises:
-        argparse.ArgumentTypeError: the text is not a size, or has no unit: a user who types 80 rarely means bytes.
+        argparse.ArgumentTypeError: the text is not a size, or has no unit. A user who types 80 rarely means bytes.
     """
     found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d*)?)\s*([KMGT])(i?)B?\s*", text, flags=re.IGNORECASE)
     size = 0
@@ -33,7 +33,7 @@ def count_of(what: str, least: int = 0) -> Callable[[str], int]:
 
     def convert(text: str) -> int:
         if not (text.isascii() and text.isdigit() and int(text) >= least):
-            raise argparse.ArgumentTypeError(f"{text} is not a number of {what}")
+            raise argparse.ArgumentTypeError(f"{text}: must be a whole number of at least {least} ({what})")
         return int(text)
 
     return convert
@@ -53,5 +53,5 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         end = "" if message.endswith((".", "?")) else "."
-        write_error(f"{message}{end} Its options: {self.prog} --help")
+        write_error(f"{message}{end} To list the options: {self.prog} --help")
         self.exit(EXIT_USER_ERROR)

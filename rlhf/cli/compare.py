@@ -20,8 +20,8 @@ from rlhf.tracking.stored_values import stored_values
 MOST_SETTINGS = 4
 """A row of the table shows at most this many settings."""
 OTHERS = (*MODEL_NAMES, "model.lora.path", *OF_EVALUATIONS)
-"""Prefixes of more settings that change results. A resume accepts other values of them, or compares only the files
-that they name."""
+"""Prefixes of more settings that change results, although a resume accepts other values of these settings, or compares
+only the files that the settings name."""
 COMPARED = [key for key, each in SETTINGS.items() if each.metadata["resume"] == "trajectory" or key.startswith(OTHERS)]
 
 
@@ -57,7 +57,7 @@ def _compare(runs: Sequence[Path], *, as_json: bool) -> None:
         ]
         sys.stdout.write(json.dumps({"runs": document}, indent=1) + "\n")
     else:
-        # Leave out the folder that contains all runs.
+        # Show the runs relative to the folder that contains all of them.
         folder = os.path.commonpath([run.absolute().parent for run in runs]) if len(runs) > 1 else None
         named = [
             RunResult(f"{run.absolute().relative_to(folder) if folder else run} {_shown(different, of_run)}", *rest)

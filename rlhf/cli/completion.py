@@ -9,7 +9,7 @@ from rlhf.config.library import Library
 from rlhf.errors import UserError
 
 SHELLS = ("bash", "zsh")
-# The query gets the whole line and answers with whole words. If bash splits words at `=`, drop the text up to `=`.
+# The query reads the whole line and returns whole words. If bash splits words at `=`, drop the text up to `=`.
 SCRIPT = """\
 _rlhf() {
     case "$COMP_LINE" in
@@ -48,7 +48,7 @@ def answer(request: str, library: Library) -> str:
 
 
 def choices(line: str, library: Library) -> list[str]:
-    """Return the completions of the last word of `line`: a command, its options, or what continues a setting.
+    """Return the completions of the last word of `line`: commands, a command's options, or settings and their values.
 
     If the list is empty, the shell completes names of files, such as run directories.
     """

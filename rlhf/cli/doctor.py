@@ -48,7 +48,7 @@ def _run(argv: list[str]) -> int:
     validate(config, here=False)
     export(config)
     if is_rank():
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch prints pages about a rank that never comes
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch prints pages about a rank that never connects
         from rlhf.diagnosis.cluster_checks import check_cluster
 
         results, prints = check_cluster(config, NODE_DEADLINE_S)
@@ -83,7 +83,7 @@ def _print(results: Sequence[CheckResult], *, as_json: bool) -> None:
 
 
 def lines(results: Sequence[CheckResult]) -> Iterator[str]:
-    """Yield a line for each finding, and one line per check for all nodes where the check is ok."""
+    """Yield a line for each warning or error, and one line per check for all nodes on which the check is ok."""
     width = max((len(each.check) for each in results), default=0)
     order = {name: position for position, name in enumerate(dict.fromkeys(each.check for each in results))}
     for _, group in groupby(sorted(results, key=lambda each: order[each.check]), key=lambda each: each.check):
@@ -92,7 +92,7 @@ def lines(results: Sequence[CheckResult]) -> Iterator[str]:
         fine = [each for each in of_check if each.level == "ok"]
         for each in [*(each for each in of_check if each.level != "ok"), *fine[:1]]:
             where = f"{each.node}: " if len(nodes) > 1 else ""
-            others = f" (and on {len(fine) - 1} more)" if each.level == "ok" and len(fine) > 1 else ""
+            others = f" (and on {len(fine) - 1} more nodes)" if each.level == "ok" and len(fine) > 1 else ""
             yield f"{each.level:<7}  {each.check:<{width}}  {where}{each.text}{others}"
 
 

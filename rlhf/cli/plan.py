@@ -33,11 +33,11 @@ SYNONYMS = {
 DISK_SPEED = 1_000_000_000
 """Bytes per second, the default of --disk-speed."""
 DOES_NOT_FIT = 1
-"""Exit code if the run needs more memory than there is."""
+"""Exit code if the run needs more memory than the devices have."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the plan. Return the exit code: 0 if it fits, 1 if it does not, 2 for a mistake in the arguments."""
+    """Print the plan. Return the exit code: 0 if the run fits, 1 if it does not, 2 for a mistake in the arguments."""
     words = sys.argv[1:] if argv is None else argv
     # argparse does not accept options between overrides, so sort them first.
     overrides = [word for word in words if "=" in word and not word.startswith("-")]

@@ -49,6 +49,6 @@ def _write(path: Path, runs: list[Path], timeout_s: float) -> None:
     try:
         write_page(path, runs, timeout_s)
     except TimeoutError as error:
-        raise UserError(f"--timeout={timeout_s}: {error}. Raise the time, or give fewer runs.") from None
+        raise UserError(f"--timeout={timeout_s}: {error}. Set a larger --timeout, or give fewer runs.") from None
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}). Give --output=FILE.html.") from None

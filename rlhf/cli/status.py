@@ -75,7 +75,7 @@ def _text(names: Sequence[str], states: Sequence[LiveState], width: int) -> str:
 
 
 def _watch(names: Sequence[str], runs: Sequence[Path]) -> None:
-    """Show the states until all runs are finished. A crashed or stopped run may start again, so wait for it, too."""
+    """Show the states until all runs are finished. Wait also for crashed and stopped runs, which may start again."""
     console = Console()
     states = _states(runs)
     if not console.is_terminal:

@@ -17,7 +17,7 @@ from rlhf.planning.device_defaults import Machine
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """A run without a mistake, and the arguments of `python -m rlhf.train` on each of its machines."""
+    """A run that passed all checks, and the arguments of `python -m rlhf.train` on each of its machines."""
 
     config: Config
     arguments: tuple[str, ...]
@@ -49,7 +49,7 @@ def checked_runs(
     if len(sizes) > 1:
         raise UserError(
             "-m: the runs differ in trainer.nnodes, trainer.nproc or trainer.device, but all jobs of an array have the "
-            "same machines. Submit a sweep for each value."
+            "same machines. Submit one sweep for each of these values."
         )
     for run in runs:
         _check_secrets(run)
@@ -85,8 +85,8 @@ def checked_elsewhere(
     """Return the run of these overrides, which starts on machines with packages, models and data of their own.
 
     Args:
-        config_dir: as on those machines; the folder must exist here, too.
-        machine: those machines, for device defaults.
+        config_dir: the path of the folder on those machines; it must exist here, too.
+        machine: describes those machines, for device defaults.
         secret_remedy: a sentence on how the scheduler sets environment variables with secrets.
 
     Raises:

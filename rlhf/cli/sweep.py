@@ -83,8 +83,11 @@ def plan(overrides: Sequence[str], library: Library, machine: Machine | None = N
 
 
 def _without_secrets(config: Config, text: str, number: int) -> str:
-    """Return the override `text` with REDACTED-`number` for each secret. The number, the value's place in the sweep,
-    keeps directories apart; the same command finds them again."""
+    """Return the override `text` with REDACTED-`number` in place of each secret.
+
+    `number`, the value's position in the sweep, gives each run a directory of its own, which the same command finds
+    again.
+    """
     key, value = key_and_value(text)
     marked = with_marks(value, reduce(member, key.split("."), config), f"{REDACTED}-{number}")
     return text if marked == value else f"{key}={hydra_value(marked)}"
@@ -124,7 +127,7 @@ def run_all(runs: Sequence[PlannedRun], start: Callable[[Config], int]) -> int:
             codes.append(EXIT_CRASHED)
         if codes[-1] == EXIT_REQUEUE:
             _show_results(runs, codes)
-            log.warning("The sweep stops in run %d of %d.", number, len(runs))
+            log.warning("The sweep stopped in run %d of %d. The same command continues it.", number, len(runs))
             return EXIT_REQUEUE
     _show_results(runs, codes)
     failed = [(run, code) for run, code in zip(runs, codes, strict=True) if code != EXIT_DONE]

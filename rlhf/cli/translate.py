@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m rlhf.translate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="a YAML, JSON or shell file")
-    parser.add_argument("--trainer", choices=TRAINERS, help="the trainer of FILE (default: by the names in FILE)")
+    parser.add_argument("--trainer", choices=TRAINERS, help="the trainer of FILE (default: detected from FILE)")
     arguments = parser.parse_args(argv)
 
     def show() -> None:
@@ -50,8 +50,8 @@ def recipe_of(path: Path, trainer: str | None = None) -> str:
     trainer = trainer or trainer_of(path, settings)
     recipe = translate(trainer, settings)
     head = (
-        f"Translated from {path.name}, written for {trainer}, with the defaults of {trainer} for training and "
-        "checkpoints that differ here."
+        f"Translated from {path.name}, a configuration of {trainer}. Settings for training and checkpoints whose "
+        f"defaults differ here have the defaults of {trainer}."
     )
     text = recipe.as_yaml(head)
     problem = _does_not_compose(text)
@@ -62,7 +62,7 @@ def recipe_of(path: Path, trainer: str | None = None) -> str:
 
 
 def _does_not_compose(text: str) -> str | None:
-    """Return the message of a composition with the recipe `text`; None if it composes."""
+    """Return the error message of a composition with the recipe `text`; None if there is no error."""
     with tempfile.TemporaryDirectory(prefix="rlhf-translate-") as folder:
         recipe = Path(folder, "recipes", "translated.yaml")
         make_dir(recipe.parent)

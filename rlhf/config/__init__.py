@@ -63,13 +63,13 @@ class Config:
 
     @property
     def run_dir(self) -> Path:
-        """Return the run directory, which depends only on settings: the same command finds its checkpoints."""
+        """Return the run directory. Only settings and the working directory set it, so a command finds it again."""
         t = self.trainer
         return self._working_dir / Path(t.default_local_dir).expanduser() / t.project_name / t.experiment_name
 
     @property
     def token_budgets(self) -> TokenBudgets:
-        """Return the budgets of all passes. Budgets that are null use the actor's or the critic's."""
+        """Return the token budgets of all passes. A budget that is null takes the actor's or the critic's budget."""
         actor = self.actor.ppo_max_token_len_per_gpu
         critic = self.critic.ppo_max_token_len_per_gpu or actor
         return TokenBudgets(

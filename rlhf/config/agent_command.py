@@ -1,4 +1,4 @@
-"""Reads `env.command`: the program of an episode, and the files that it names."""
+"""Parses `env.command`: finds the program that runs each episode, and the files that the command names."""
 
 import ast
 import shlex
@@ -45,7 +45,7 @@ def files_of(command: str | None) -> list[str]:
 
 
 def label_of(arguments: Sequence[str]) -> str:
-    """Return the name of the program for metrics: its script's, or else its own."""
+    """Return a name for metrics: the stem of the first Python file in the arguments, or else of the program."""
     script = next((word for word in arguments[1:] if word.endswith(".py")), arguments[0])
     return Path(script).stem
 

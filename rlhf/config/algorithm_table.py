@@ -54,7 +54,7 @@ SETTINGS_OF_ONE_FUNCTION = {
     "actor.tau_pos": "sapo",
     "actor.tau_neg": "sapo",
 }
-"""Settings that only one estimator or policy loss reads."""
+"""Maps each setting that only one estimator or policy loss reads to this estimator or policy loss."""
 
 COMMON: dict[str, Any] = {
     "algorithm.gamma": 1.0,

@@ -5,15 +5,16 @@ CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
 if one token has more logits. The CPU's value is the fastest. The GPU's value allows 440 tokens with a vocabulary of
 152k, enough for matrix products at full speed."""
 HEAD_GRADIENT_BYTES = {"cpu": 0, "cuda": 512 << 20}
-"""Largest number of bytes of logits' gradients, of several chunks, that one product with the hidden states covers.
-To add a product to the head's whole float32 gradient costs a GPU more than the product of one chunk."""
+"""Bytes of logits' gradients to collect from several chunks for one product with the hidden states. The product is
+added to the head's gradient; 0 adds each chunk's product at once. On a GPU, adding to the whole float32 gradient costs
+more than the product of one chunk."""
 GATHER_BUCKET = 8 << 20
-"""Bytes of tensors per all-gather; a larger tensor is gathered alone. On a CPU a larger bucket is slower, because it
-does not fit into the caches."""
+"""Bytes of tensors per all-gather; a larger tensor gets an all-gather of its own. On a CPU, a larger bucket is slower,
+because the bucket does not fit into the caches."""
 PUSH_BUCKET = 256 << 20
 """Bytes of weights that are gathered, cast and sent to the rollout servers together."""
 GRADIENT_BUCKET = 32 << 20
-"""Bytes of gradients in one all-reduce of replicas; a larger gradient is summed alone."""
+"""Bytes of gradients in one all-reduce over the replicas; a larger gradient gets an all-reduce of its own."""
 REDUCE_BUCKET = 500_000_000
 """Largest number of gradient elements in one all-reduce of DeepSpeed."""
 PREFILL_TOKENS = 16384

@@ -38,8 +38,9 @@ NEW_RUN = (
     "give the new run a directory of its own with trainer.experiment_name=NAME (or trainer.default_local_dir=FOLDER), "
     "or start over in this one with trainer.overwrite=true"
 )
-SECRETS = "Not compared, because each contains a secret: %s. Another meaning than before changes the numbers."
-"""Log line for `not_compared`. Nothing else shows, for example, that a judge's URL names another model."""
+SECRETS = "Settings with secrets cannot be compared with the stored values: %s. If one has changed, the numbers change."
+"""Log line for the names from `not_compared`. No other message reports, for example, that a judge's URL now names
+another model."""
 
 
 @dataclass(frozen=True)
@@ -157,14 +158,14 @@ def reject_changes(diff: ConfigDiff, *, allow: bool, begins: bool = False) -> No
         "Restore the checkpoint's values to continue its run"
     )
     if removed:
-        message += f" with the release that saved the checkpoint, which has {', '.join(removed)}"
+        message += f" with the release that saved the checkpoint: newer releases lack {', '.join(removed)}"
     if not tensor_settings:
         message += ", or set trainer.allow_config_change=true to continue with the new values"
     message += "." if begins else f"; or {NEW_RUN}."
     if tensor_settings:
         message += f" The checkpoint lacks tensors for the new {' and '.join(tensor_settings)}."
     if by_device:
-        message += f" Defaults depend on the device, which may have changed: {', '.join(by_device)}."
+        message += f" The device may have changed; it sets the defaults of {', '.join(by_device)}."
     raise UserError(message)
 
 

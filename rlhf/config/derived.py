@@ -29,7 +29,7 @@ def trains_critic(adv_estimator: str, enable: bool | None) -> bool:
 
 
 def needs_critic(algorithm: AlgorithmConfig, critic: CriticConfig) -> bool:
-    """Return whether a critic is trained; as `trains_critic`, from the configuration's sections."""
+    """Return `trains_critic` for these sections of the configuration."""
     return trains_critic(algorithm.adv_estimator, critic.enable)
 
 
@@ -49,7 +49,7 @@ def needs_reward_model(reward: RewardConfig) -> bool:
 
 
 def mini_batches(data: DataConfig, actor: ActorConfig) -> int:
-    """Return the number of mini-batches of a training step: the optimizer steps of one epoch over its batch."""
+    """Return the mini-batches per training step: the optimizer steps of one PPO epoch over the step's batch."""
     return data.train_batch_size // actor.ppo_mini_batch_size
 
 
@@ -98,19 +98,20 @@ def generated_by_rank(prompts: int, rollout: RolloutConfig, algorithm: Algorithm
 
 
 def compute_dtype(backend: BackendConfig) -> str:
-    """Return the dtype's name of the forward and backward passes."""
+    """Return the name of the dtype in which the forward and backward passes compute."""
     return "bfloat16" if backend.autocast == "bfloat16" else "float32"
 
 
 def base_dtype(lora: LoraConfig, backend: BackendConfig) -> str:
-    """Return the dtype's name of the frozen base weights: `model.lora.base_dtype`, or the compute dtype if null."""
+    """Return the name of the frozen base weights' dtype: `model.lora.base_dtype`, or the compute dtype if null."""
     return lora.base_dtype or compute_dtype(backend)
 
 
 def frozen_dtype(kept: FrozenFsdpConfig, backend: BackendConfig, *, moves: bool = False) -> str:
-    """Return the dtype's name of the stored weights of a model that is not trained.
+    """Return the name of the dtype in which a model that is not trained stores its weights.
 
-    `moves`: whether the model is a moving reference, whose small updates bfloat16 would round away.
+    `moves`: whether the model is a reference that `ref.update_freq` updates; bfloat16 would round away the small
+    updates.
     """
     return kept.model_dtype or ("float32" if moves else compute_dtype(backend))
 

@@ -1,4 +1,4 @@
-"""Reads the help of every setting from its docstring in the schema, and writes YAML with help."""
+"""Reads the help of every setting from its docstring in the schema, and writes YAML with the help as comments."""
 
 import ast
 import inspect
@@ -36,7 +36,7 @@ def _walk(section: type, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def commented_yaml(section: Mapping[str, Any], prefix: str = "") -> str:
-    """Return `section`, plain mappings of values, as YAML with the help of each setting above it."""
+    """Return `section`, nested plain dictionaries, as YAML: the help of each setting is a comment above the setting."""
     indent = "  " * prefix.count(".")
     text = ""
     for name, value in section.items():

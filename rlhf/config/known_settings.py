@@ -68,7 +68,7 @@ SECTIONS = frozenset(key for key, leaf in _NODES.items() if leaf is None)
 
 
 def setting_of(key: str) -> Setting | None:
-    """Return the setting `key`, or the free mapping (`data.reasoning_gym.config`) that has `key` as an entry."""
+    """Return the setting `key`, or the mapping setting (e.g. `reward.kwargs`) that has `key` as an entry; else None."""
     if key in SETTINGS:
         return SETTINGS[key]
     parents = (SETTINGS.get(key[:i]) for i, c in enumerate(key) if c == ".")

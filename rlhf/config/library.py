@@ -1,4 +1,4 @@
-"""Finds configuration files: the groups of conf/ with their entries, and the recipes. Prints the help page."""
+"""Finds configuration files: the groups of conf/ with their entries, and the recipes. Writes the help page."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,8 +44,10 @@ class Library:
 
     @classmethod
     def find(cls, user_dir: Path | None) -> "Library":
-        """Return the bundled folders, then the user's. In a wheel, the bundled folders are inside the package, in a
-        checkout beside the package."""
+        """Return a library of the bundled folders, then the user's.
+
+        The bundled folders are inside the package in a wheel, and beside the package in a checkout.
+        """
         root = PACKAGE if (PACKAGE / "conf").is_dir() else PACKAGE.parent
         if user_dir is None:
             return cls(root / "conf", (root,))

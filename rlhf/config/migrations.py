@@ -51,7 +51,7 @@ class Added:
 
 @dataclass(frozen=True)
 class Restated:
-    """A setting with a new value of the same meaning. `value` returns the new value for a stored value."""
+    """A setting whose value changed, but not its meaning. `value` returns the current value for a stored value."""
 
     key: str
     value: Callable[[Any], Any]
@@ -61,7 +61,7 @@ Migration = Renamed | Removed | Added | Restated
 
 
 def _null_for_float32(stored: Any) -> Any:
-    """Return null for the old default: null computes the same log-probs, and is the default now."""
+    """Return null for the old default, float32: null is the default now, and gives the same log-probs."""
     return None if stored == "float32" else stored
 
 

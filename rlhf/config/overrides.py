@@ -44,7 +44,7 @@ def stored_settings(text: str | bytes, release: str | None = None) -> dict[str, 
 def command_of(settings: Mapping[str, Any]) -> list[str]:
     """Return arguments of `python -m rlhf.train` for a run that computes the same numbers as one with `settings`.
 
-    `publishable` redacts secrets in the values and cuts absolute paths.
+    Secrets in the values are redacted and absolute paths are cut (`publishable`).
     """
     base, arguments = _without_recipe(), ["recipes=null"]
     # Without a critic, critic settings have no effect: a recipe may have them, but the command line rejects them.
@@ -66,7 +66,7 @@ def as_shell(arguments: list[str]) -> str:
 
 
 def publishable(value: Any) -> Any:
-    """Return `value` with secrets redacted and with absolute paths cut to their last name."""
+    """Return `value` with secrets redacted, and with absolute paths cut to their last component."""
     if isinstance(value, dict):
         return {key: REDACTED if has_secret(str(key), item) else publishable(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -11,9 +11,9 @@ SECRET_NAME = re.compile(
     r"|.+[_-]pwd([_-]?\d+)?",  # not `pwd` alone: $PWD is the working directory
     re.IGNORECASE,
 )
-"""Name of an environment variable whose value is a secret. See also `has_secret`."""
+"""Matches the name of an environment variable whose value is a secret. See also `has_secret`."""
 SECRET_KEY = re.compile(rf"{SECRET_NAME.pattern}|pwd([_-]?\d+)?", re.IGNORECASE)
-"""Key of a mapping, or name of an option, whose value is a secret."""
+"""Matches the key of a mapping, or the name of an option, whose value is a secret."""
 _NUMBER = re.compile(r"[-+]?[\d.]+([eE][-+]?\d+)?|None|True|False")
 _COUNTED = re.compile(r"(.*[_-])?tokens([_-]?\d+)?", re.IGNORECASE)
 _MARKER = re.compile(r"<[^<>\s]+>|\[[A-Z/]+\]")
@@ -21,9 +21,9 @@ _MARKER = re.compile(r"<[^<>\s]+>|\[[A-Z/]+\]")
 _COLUMN = re.compile(
     r"(?!.*(api|access|auth|private|secret|encryption|signing|master)[_-]?key)(.*[_-])?keys?([_-]?\d+)?", re.IGNORECASE
 )
-"""Name such as `answer_key`, which may be the name of a column, if it is not that of an `api_key` or similar."""
+"""Matches a name such as `answer_key`, which may name a column of the data, but not `api_key` or similar names."""
 _WORDS = re.compile(r"[A-Za-z]{1,15}\d{0,2}([_.][A-Za-z]{0,15}\d{0,2}){0,3}")
-"""Value that names a column. Longer words may be generated keys."""
+"""Matches a value that may name a column of the data. Longer words may be generated keys."""
 SECRET = re.compile(
     r"\b(?:hf|sk|ghp|gho|xox[a-z]|AKIA)[_-]?[A-Za-z0-9-]{16,}"
     r"|\bBearer +[^\s'\",]+"
@@ -61,7 +61,7 @@ def has_secret(name: str, value: object, names: re.Pattern[str] = SECRET_KEY) ->
     """Return whether `value` under `name` is a secret.
 
     Numbers under a name such as `max_tokens` count tokens. In mappings (`names` is SECRET_KEY), special tokens and the
-    names of columns are no secrets: a resume does not compare secrets, so it would miss another `answer_key`.
+    names of columns are not secrets: a resume does not compare secrets, so it would miss a changed `answer_key`.
     """
     if not names.fullmatch(name) or (_COUNTED.fullmatch(name) and _has_only(_NUMBER, value)):
         return False
@@ -71,17 +71,17 @@ def has_secret(name: str, value: object, names: re.Pattern[str] = SECRET_KEY) ->
 
 
 def _has_only(pattern: re.Pattern[str], value: object) -> bool:
-    """Return whether `value`, or each value in a container, has the `pattern` as text."""
+    """Return whether `pattern` matches the text of `value`, or of each value in a container."""
     if isinstance(value, dict | list):
         return all(_has_only(pattern, item) for item in (value.values() if isinstance(value, dict) else value))
     return pattern.fullmatch(str(value)) is not None
 
 
 def without_variables(text: str) -> str:
-    """Return `text` without variables of the environment, such as `Bearer ${oc.env:TOKEN}`, which are no secrets."""
+    """Return `text` without references to environment variables (`Bearer ${oc.env:TOKEN}`), which contain no secret."""
     return _VARIABLE.sub("", text)
 
 
 def without_queries(text: str) -> str:
-    """Return `text` without the logins and queries of addresses."""
+    """Return `text` with the logins and queries of URLs redacted."""
     return _QUERY.sub(rf"\1{REDACTED}", LOGIN.sub(REDACTED, text))

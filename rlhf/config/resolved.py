@@ -14,8 +14,8 @@ from rlhf.config.migrations import Lost, migrate
 from rlhf.config.secrets import as_literals, hide, with_texts
 from rlhf.config.stored import parse_sections
 
-# Writing or parsing a configuration takes as long as a small save. A process repeats both with nearly the same text: in
-# each phase of a start, and for every checkpoint that it inspects.
+# Writing or parsing a configuration takes as long as a small save. A process does both repeatedly with nearly the same
+# text: in each phase of a start, and for every checkpoint that the process inspects.
 _CACHE_SIZE = 256
 
 
@@ -53,7 +53,7 @@ def _parsed(text: str) -> Config:
 
 
 def from_stored(text: str, release: str | None) -> tuple[Config, list[Lost]]:
-    """Rebuild the dataclasses from a text that any release's `to_yaml` made. Interpolations stay texts.
+    """Rebuild the dataclasses from a text that any release's `to_yaml` made. Interpolations stay unresolved strings.
 
     Args:
         release: the release that made `text`; None if unknown.
@@ -63,7 +63,7 @@ def from_stored(text: str, release: str | None) -> tuple[Config, list[Lost]]:
 
     Raises:
         OmegaConfBaseException: the text has a key that neither the schema nor a migration has.
-        yaml.YAMLError: the text is not one that `to_yaml` can make.
+        yaml.YAMLError: the text is not a YAML mapping without aliases.
     """
     config, lost = _migrated(text, release)
     return deepcopy(config), lost

@@ -1,4 +1,4 @@
-"""Compares paths in settings. One file has many paths: relative, absolute, with `~` or `./`, through a link."""
+"""Compares paths in settings. Different paths may name one file: relative, absolute, with `~` or `./`, or a link."""
 
 import os
 from collections.abc import Collection

@@ -22,7 +22,7 @@ from rlhf.config.redaction import (
 T = TypeVar("T")
 _QUERY = re.compile(r"(\S+://\S+\?)(\S+)")
 _INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
-"""An interpolation, after an even number of backslashes: an odd number makes the text a literal."""
+"""Matches the start of an interpolation: `${` after an even number of backslashes. An odd number escapes it."""
 _LITERAL_QUERY = re.compile(r"([^?]*://[^?]*\?).*=[^&$]")
 _ASSIGNMENT = re.compile(r"-*([\w.-]+)\s*[:=]\s*(\S.*)", re.DOTALL)
 _OPTION = re.compile(r"-+([\w.-]+)")
@@ -54,9 +54,9 @@ def hide(value: T, raw: Any, path: str = "RLHF", *, free: bool = False) -> T:
     - in free mappings (with the user's own keys, such as `reward.kwargs`): interpolations, texts under a key such as
       `api_key`, texts that look like a token, `NAME: VALUE` or `NAME=VALUE` with such a key, and the value after an
       option such as `--api-key`;
-    - elsewhere: interpolations of environment variables, if the value is an address or a variable is called
+    - elsewhere: interpolations of environment variables, if the value is a URL or a variable is called
       `..._TOKEN` or similar;
-    - everywhere: logins and queries of addresses, and settings that the schema declares as secret.
+    - everywhere: logins and queries of URLs, and settings that the schema declares as secret.
 
     Args:
         raw: the configuration as plain containers, before interpolations are resolved.

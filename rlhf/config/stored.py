@@ -11,7 +11,7 @@ from rlhf.config.migrations import migrate
 
 
 class _NoAliases(yaml.SafeLoader):
-    """Rejects YAML aliases, with which a few bytes can expand without end. A resolved configuration has no aliases."""
+    """Rejects YAML aliases, which can expand a few bytes to gigabytes. A resolved configuration has no aliases."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):

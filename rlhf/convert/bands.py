@@ -44,7 +44,7 @@ def bands_of(
         yield Band(sum(offsets), torch.Size(sizes).numel(), 0, 1, 0, stored)
         return
     outer, columns = shape[:-1], sizes[-1]
-    # The rows of a band span dimension `split` and the outer dimensions after it, which the part covers whole.
+    # The rows of a band span dimension `split`, and the outer dimensions after it, which the part covers completely.
     split = len(outer) - 1
     while split > 0 and sizes[split] == shape[split]:
         split -= 1
@@ -70,7 +70,7 @@ def read_bands(bands: Iterable[Band], info: TensorInfo, start: int, stop: int) -
             place = slice(begin - first, end - first), slice(band.column, band.column + band.columns)
             rows[place], there[place] = block, True
             filled += block.numel()
-    # The count alone would hide a missing part if other parts overlap.
+    # The count alone would not show a missing part if other parts overlap.
     if filled != rows.numel() or not there.all():
         return None
     return rows.view(-1)[start - first * width : stop - first * width]

@@ -1,4 +1,4 @@
-"""Compares two open checkpoints: documents by setting, tensors by norm and largest difference."""
+"""Compares two open checkpoints: settings and state value by value, tensors by norm and largest difference."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Names AdamW's moments, and reads the progress of a run from AdamW's step counts."""
+"""Defines the names of AdamW's moments, and reads a run's progress from AdamW's step counts."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,6 +13,6 @@ class Unmapped(Exception):
 
 
 def with_updates(progress: TrainedSoFar, moments: Mapping[str, ReadableTensor]) -> TrainedSoFar:
-    """Return `progress` with the largest step count among the moments as the updates of the weights."""
+    """Return `progress` with `optimizer_steps` set to the largest step count in `moments`."""
     steps = [tensor.read(0, 1).item() for name, tensor in moments.items() if name.endswith(".step")]
     return replace(progress, optimizer_steps=int(max(steps, default=0)))

@@ -15,7 +15,10 @@ ACTOR, CRITIC = "actor", "critic"
 
 @contextmanager
 def open_roles(origin: Origin, backend: str = AUTO, *, trained: bool = False) -> Iterator[dict[str, TensorSource]]:
-    """Yield the open models by role. `trained`: leave out a moving reference. Raises the errors of `open_source`."""
+    """Yield the open models by role. `trained`: leave out a reference that `ref.update_freq` updated.
+
+    Raises the errors of `open_source`.
+    """
     with ExitStack() as stack:
         actor = open_source(replace(origin, role=ACTOR), backend)
         stack.callback(actor.close)

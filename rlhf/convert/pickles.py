@@ -26,7 +26,7 @@ Allowed = Sequence[type | Callable[..., Any] | tuple[Any, str]]
 BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """First bytes of a file that torch wrote before its files were zip archives."""
 SCANNED = 1 << 20
-"""To list the names in a rejected pickle, search its first bytes, up to this many."""
+"""Maximum number of bytes to search for the names in a rejected pickle, and bytes per read for a CRC-32."""
 TENSOR_PREFIXES = ("torch.", "collections.")
 """Prefixes of the names that every pickle of tensors uses."""
 
@@ -50,7 +50,7 @@ class StandIn:
 
 
 class TensorStandIn(torch.Tensor):
-    """A stand-in for a Tensor subclass without data of its own. Any computation with the stand-in raises."""
+    """Replaces a Tensor subclass that has no data of its own, such as a DTensor. Any computation with it raises."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -188,7 +188,7 @@ def _start_of_pickle(path: Path) -> bytes:
 def _names_in(content: bytes) -> list[str]:
     """Return the names that a pickle of any protocol uses, names outside torch and plain containers first."""
     names, texts = [], [""]
-    with suppress(Exception):  # the bytes after the pickle, or all bytes, may be no pickle
+    with suppress(Exception):  # the bytes after the pickle, or all bytes, may not be a pickle
         for operation, argument, _ in pickletools.genops(content):
             if operation.name in ("GLOBAL", "INST"):
                 names.append(str(argument).replace(" ", "."))

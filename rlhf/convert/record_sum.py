@@ -1,4 +1,4 @@
-"""Computes the CRC-32 of a zip archive's record while ranges of the record are read."""
+"""Verifies the CRC-32 of a zip archive's record while ranges of the record are read."""
 
 import os
 import threading

@@ -93,7 +93,7 @@ def join_pieces(shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Piece
 def open_torch_file(path: Path, allowed: Allowed = (), *, start: int = 0, size: int | None = None) -> Any:
     """Load a file of `torch.save`, or the `size` bytes from `start` on, without reading tensors. A StoredTensor
     replaces each tensor, and a StoredWrapper each TensorStandIn. Raises UserError for classes other
-    than tensors, plain containers and `allowed`, and DamagedCheckpoint for a truncated or another kind of file."""
+    than tensors, plain containers and `allowed`, and DamagedCheckpoint for a truncated file or another kind of file."""
     with open_archive(path, start, size) as part, restrict_unpickling(path, allowed):
         content = torch.load(part, map_location="meta", weights_only=True)
         return _Locator(path, start, part.records).of(content)

@@ -23,7 +23,8 @@ from rlhf.ranks.transport import LostPeer
 DEADLINE_S = 60.0
 """Longest wait for other ranks in one call, in seconds."""
 CLOCK_WARNING_S, CLOCK_ERROR_S = 2.0, 300.0
-"""Clock differences in seconds: the first confuses logs; near the second, object stores reject requests (S3: 900)."""
+"""Clock differences in seconds. Above the first, the logs of nodes are hard to compare. The second is well below the
+difference at which object stores reject requests (S3: 900)."""
 LEAVE_S = 5.0
 """Longest wait of rank 0, which may serve the store, for the other ranks' last call."""
 ALL_NODES = "all nodes"
@@ -32,8 +33,8 @@ ALL_NODES = "all nodes"
 def check_cluster(config: Config, node_deadline_s: float) -> tuple[list[CheckResult], bool]:
     """Run all checks as one rank. Return the results that this rank knows, and whether it prints them.
 
-    Rank 0 knows all results. A rank that never comes, or stops answering, is an error with its number. If ranks are
-    missing from the start, each node checks itself and prints its own results.
+    Rank 0 knows all results. For a rank that never connects or stops answering, an error names the rank. If ranks
+    are missing from the start, each node checks itself and prints its own results.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     results, nodes = list[CheckResult](), list[str]()
@@ -64,7 +65,7 @@ def check_cluster(config: Config, node_deadline_s: float) -> tuple[list[CheckRes
 def _check(
     config: Config, coordinator: Coordinator, nodes: Sequence[str], results: list[CheckResult], node_deadline_s: float
 ) -> None:
-    """Append the results of all checks, as far as the ranks answer, on rank 0. Collective.
+    """On rank 0, append the results of all checks; if a rank stops answering, only of the earlier checks. Collective.
 
     Args:
         nodes: the name of each rank's node.
@@ -120,7 +121,7 @@ def version_differences(versions: Mapping[str, Mapping[str, str]]) -> Iterator[O
 
 def clock_offsets(coordinator: Coordinator) -> tuple[list[float], float]:
     """Return by how many seconds each rank's clock is ahead of rank 0's, and the uncertainty. Collective."""
-    coordinator.all_gather(None)  # the ranks leave this call nearly at the same time
+    coordinator.all_gather(None)  # all ranks return from this call at nearly the same time
     begin = time.monotonic()
     clocks = coordinator.all_gather(time.time())
     took = max(coordinator.all_gather(time.monotonic() - begin))
@@ -166,7 +167,7 @@ def _shared_disk(run_dir: Path, coordinator: Coordinator, nodes: Sequence[str]) 
 
 
 def _lock_ignored_by(run_dir: Path, coordinator: Coordinator, nodes: Sequence[str]) -> list[str]:
-    """Return the nodes that can lock a file while the first node of their disk has locked it. Collective."""
+    """Return the nodes that can lock a file that the first node on the same disk has locked. Collective."""
     folder = existing_folder(run_dir)
     with probe_file(folder) as own:
         name = coordinator.all_gather(own.name)[coordinator.domain]

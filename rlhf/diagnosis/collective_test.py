@@ -23,7 +23,7 @@ REPEATS = 3
 MOST_ROUNDS = 31
 """Rounds of pairs: all pairs of 32 ranks or nodes. In each round every rank has at most one partner."""
 SLOW = 1 / 3
-"""A pair with less than this part of the median bandwidth is slow."""
+"""A pair with less than this fraction of the median bandwidth is slow."""
 DEADLINE_S = 45.0
 REMEDY = (
     "Check cables, switch and firewall, and the interfaces that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name; "
@@ -68,7 +68,7 @@ def run_collective_test(trainer: TrainerConfig, coordinator: Coordinator, member
 def _test(trainer: TrainerConfig, coordinator: Coordinator, members: Sequence[int], progress: RankProgress) -> None:
     rank, world_size = coordinator.rank, coordinator.world_size
     try:
-        # A connection of its own: a call that hangs would block the calls of other threads on the same connection.
+        # Use a separate connection: a call that hangs would block other threads' calls on the same connection.
         store = dist.PrefixStore(f"{prefix()}/group", connect_to_store(timedelta(seconds=DEADLINE_S)))
         device = pick_device(trainer.device)
         cuda = device.type == "cuda"
@@ -82,7 +82,7 @@ def _test(trainer: TrainerConfig, coordinator: Coordinator, members: Sequence[in
             store=store,
             rank=rank,
             world_size=world_size,
-            # Longer than this test: the deadline of the test names the rank and its stage.
+            # Longer than the deadline of this test, whose report names the rank and its stage.
             timeout=timedelta(seconds=2 * DEADLINE_S),
             device_id=device if cuda else None,
         )
@@ -151,7 +151,7 @@ def outcomes(ranks: Sequence[RankProgress]) -> Iterator[Outcome]:
     if failed or waiting:
         parts = [f"rank {rank} failed in {ranks[rank].stage}: {problem}" for rank, problem in failed.items()]
         parts += [f"rank {rank} hangs in {stage}" for rank, stage in waiting.items()]
-        yield error(f"the test did not end in {DEADLINE_S:g} s: {'; '.join(parts)}. {REMEDY}")
+        yield error(f"the test failed, or did not end in {DEADLINE_S:g} s: {'; '.join(parts)}. {REMEDY}")
         return
     expected = len(ranks) * (len(ranks) + 1) / 2
     if wrong := [str(rank) for rank, each in enumerate(ranks) if each.total != expected]:

@@ -1,4 +1,4 @@
-"""Checks which protections this machine allows for processes that run rewards and environments.
+"""Checks which protections this machine supports for the processes that run rewards and environments.
 
 `python -m rlhf.diagnosis.confinement_check CONFINEMENT` confines itself, and writes the result to stdout as JSON.
 """

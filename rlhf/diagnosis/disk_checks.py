@@ -29,7 +29,7 @@ def existing_folder(run_dir: Path) -> Path:
 
 @contextmanager
 def probe_file(folder: Path) -> Iterator[Path]:
-    """Yield the path of a new file in `folder`, and remove the file afterwards. A run ignores a file that stays."""
+    """Yield the path of a new file in `folder`, and remove the file afterwards. Runs ignore a file left behind."""
     path = folder / f"{TEMPORARY}doctor-{uuid.uuid4().hex}"
     try:
         yield path
@@ -102,12 +102,12 @@ def speed_problems(
 def room_problems(
     folder: Path, size: CheckpointSize, share: float, free: int, count: int, present: int
 ) -> Iterator[Outcome]:
-    """Yield a finding if the disk has no room for the next checkpoint, or for all that the run keeps.
+    """Yield a finding if the disk has no room for the next checkpoint, or for all checkpoints that the run keeps.
 
     Args:
         free: free bytes of the disk.
         count: number of checkpoints of this run on the disk.
-        present: their bytes.
+        present: bytes that these checkpoints occupy.
     """
     one, kept = int(size.total * share), size.max_to_keep
     needed = one * (1 if kept is None else kept + 1)

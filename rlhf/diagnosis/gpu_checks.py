@@ -13,7 +13,7 @@ from rlhf.planning.devices import count_gpus, devices_problem, lacks_gpu, usable
 FIELDS = ("name", "memory.used", "ecc.errors.uncorrected.volatile.total")
 """Fields of nvidia-smi: the name, MiB in use, and memory errors since the last reset (or [N/A])."""
 BUSY_MIB = 1024
-"""A GPU with more memory in use is busy. The driver itself uses less."""
+"""A GPU with more MiB of memory in use counts as busy. The driver itself uses less."""
 
 
 def check_devices(trainer: TrainerConfig, server_gpus: int, *, own_gpu: bool, running: bool) -> Iterator[Outcome]:
@@ -21,8 +21,8 @@ def check_devices(trainer: TrainerConfig, server_gpus: int, *, own_gpu: bool, ru
 
     Args:
         server_gpus: GPUs for rollout servers that the run starts.
-        own_gpu: a launcher gave this process one GPU and hides the GPUs of other ranks.
-        running: rollout servers of the run may use the GPUs now.
+        own_gpu: whether a launcher gave this process one GPU and hides the GPUs of other ranks.
+        running: whether rollout servers of the run may be using the GPUs now.
     """
     gpus, cores, ranks = count_gpus(), usable_cores(), trainer.ranks
     found = list(driver_problems(trainer.device, driver_version(), torch_version_file()))

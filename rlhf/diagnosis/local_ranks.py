@@ -67,7 +67,7 @@ def check_collectives(device: str, deadline_s: float) -> Iterator[Outcome]:
 
 
 def _await(ranks: Sequence[subprocess.Popen[bytes]], errors: Sequence[IO[bytes]], deadline_s: float) -> str | None:
-    """Wait for the ranks. Return a sentence on the first rank that failed or did not end; None if all ended well."""
+    """Wait for the ranks. Return a sentence about a rank that failed or all that did not end; None if all succeeded."""
     end = time.monotonic() + deadline_s
     running = set(range(len(ranks)))
     while running:
@@ -103,7 +103,7 @@ def main(device: str) -> None:
     transport.leave(5.0)
     if rank == 0:
         os.write(1, json.dumps([dataclasses.asdict(each) for each in outcomes]).encode())
-    os._exit(0)  # after a hang, a thread waits forever for its peers
+    os._exit(0)  # after a hang, the thread of the test would wait forever for its peers
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def check_shared_memory(config: Config, plan: Plan | None, gpus: int) -> Iterato
 
 
 def check_open_files() -> Iterator[Outcome]:
-    """Check the hard limit of open files, to which the trainer raises the soft limit."""
+    """Check the hard limit of open files. The trainer raises the soft limit to the hard limit."""
     yield open_files_outcome(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 
 

@@ -47,7 +47,7 @@ def _check_plan(config: Config, plans: list[Plan | None], *, quick: bool) -> Ite
     elif plan.fits:
         yield ok(plan_line(plan))
     else:
-        yield warning(f"the run may not fit: {plan_line(plan)}. The command shows what makes it fit.")
+        yield warning(f"the run may not fit: {plan_line(plan)}. python -m rlhf.plan shows what makes it fit.")
 
 
 def _checks(config: Config, plan: Plan | None, share: float, *, quick: bool) -> dict[str, Check]:

@@ -1,6 +1,6 @@
 """Exchanges small objects between ranks through the launcher's key-value store, and names ranks that do not answer.
 
-The checks between nodes use this transport, not gloo or NCCL, because these are what the checks test.
+The checks between nodes use this transport instead of gloo or NCCL, because they test gloo and NCCL.
 """
 
 import os
@@ -51,7 +51,7 @@ def open_store(deadline_s: float) -> dist.Store:
 
 
 def prefix() -> str:
-    """Return a prefix for the keys of this start of the ranks. torchrun keeps one store over restarts."""
+    """Return a key prefix that is unique to this start of the ranks, because torchrun keeps the store on restarts."""
     return f"doctor/{os.environ.get(_RESTART, '0')}"
 
 
@@ -103,7 +103,7 @@ class StoreTransport(Transport):
         self._store.set(key, encode(value).hex())
 
     def _read(self, key: str, seconds: float, ranks: Sequence[int]) -> Any:
-        """Return the value under `key` when it is there. Raise LostPeer, with `ranks`, after `seconds`."""
+        """Wait for `key` and return its value. Raise LostPeer for `ranks` after `seconds` seconds."""
         try:
             self._store.wait([key], timedelta(seconds=seconds))
             return decode(bytes.fromhex(self._store.get(key).decode()))
@@ -119,7 +119,7 @@ class StoreTransport(Transport):
         if self.rank == 0:
             try:
                 self._store.wait([f"left/{rank}" for rank in range(self.world_size)], timedelta(seconds=seconds))
-            except RuntimeError:  # a lost rank is reported by now
+            except RuntimeError:  # a lost rank has been reported already
                 return
 
 

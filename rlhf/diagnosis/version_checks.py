@@ -1,4 +1,4 @@
-"""Checks the installed packages against the versions that this package requires. Imports none of them."""
+"""Checks the installed packages against the versions that rlhf requires. Imports none of the packages."""
 
 from collections.abc import Iterable, Iterator, Mapping, Set
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -39,7 +39,7 @@ def used_extras(
 
 
 def check_versions(used: Set[str]) -> Iterator[Outcome]:
-    """Check all dependencies, and optional dependencies that are installed or in the extras `used`."""
+    """Check all required packages, and the optional packages that are installed or belong to the extras `used`."""
     try:
         texts = requires(PACKAGE) or []
     except PackageNotFoundError:

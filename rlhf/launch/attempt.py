@@ -11,7 +11,7 @@ from rlhf.launch.hangs import HangDetector
 from rlhf.launch.interface import RankExit, Ranks
 from rlhf.launch.stop_request import StopRequest
 
-# In this time, the peers of a dead rank notice its death and write their errors. Peers in an NCCL collective never do.
+# Time for the peers of a dead rank to notice its death and write their errors. In an NCCL collective they never do.
 PEER_GRACE_S = 5.0
 # A process that survives SIGKILL is stuck in the kernel (a wedged GPU or disk). The attempt then ends without it.
 _KILL_TIMEOUT_S = 10.0
@@ -73,7 +73,7 @@ class Attempt:
             self._first.append(rank)
         self._deadline = min(self._deadline, now + (self._grace_s if code == EXIT_REQUEUE else PEER_GRACE_S))
         if code not in (EXIT_REQUEUE, EXIT_USER_ERROR):
-            self._ranks.kill([rank])  # the rank is dead; this kills its orphans, such as reward processes
+            self._ranks.kill([rank])  # the rank is dead; this kills processes that it started, such as reward processes
 
     def _stop_ranks_if_due(self, alive: Collection[int], now: float) -> None:
         if self._stop.signal_name and not self._stop_requested:

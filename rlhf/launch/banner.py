@@ -138,7 +138,7 @@ def _adapters(config: Config) -> Iterator[tuple[str, str]]:
 def _idle(config: Config) -> Iterator[tuple[str, str]]:
     ranks, samples = number_of_ranks(config)[0], config.actor.ppo_mini_batch_size * config.rollout.n
     if ranks > samples:
-        yield "idle", f"{ranks - samples:,} of {ranks:,} ranks at a time: a mini-batch has {samples:,} samples"
+        yield "idle", f"{ranks - samples:,} of {ranks:,} ranks in each mini-batch, which has {samples:,} samples"
 
 
 def _relative(path: str | Path) -> str:
@@ -148,7 +148,7 @@ def _relative(path: str | Path) -> str:
 
 
 def _beginning(config: Config) -> str:
-    """Return how the run begins, judged by the names of checkpoints. The ranks verify the checkpoint later."""
+    """Return how the run begins, from the names of checkpoints alone. The ranks verify the checkpoint later."""
     t, found = config.trainer, next(iter(scan(config.run_dir)), None)
     if t.overwrite:
         return "new" if found is None else "new: the present content is deleted"
@@ -158,4 +158,4 @@ def _beginning(config: Config) -> str:
     if t.resume_mode == "resume_path":
         return f"begins with {t.resume_from_path}"
     lost = config.checkpoint.remote is None and (config.run_dir / POINTER).is_file()
-    return f"no checkpoint, but {POINTER}" if lost else "new"
+    return f"no checkpoint found, although {POINTER} exists" if lost else "new"

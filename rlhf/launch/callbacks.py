@@ -19,7 +19,7 @@ Callback = Callable[[int, Mapping[str, float]], object]
 
 
 def load_callbacks(trainer: TrainerConfig) -> list[Callback]:
-    """Run the files of `trainer.callbacks`, and return their functions. Each raises its errors as UserError."""
+    """Run the files of `trainer.callbacks`, and return their functions, wrapped to raise all errors as UserError."""
     changes = changes_to_continue(trainer)
     return [_loaded(spec, trainer.callback_kwargs, changes) for spec in trainer.callbacks]
 
@@ -44,7 +44,7 @@ def _loaded(spec: str, kwargs: Mapping[str, Any], changes: str) -> Callback:
                 f"command{changes} continues it.\n{lines}"
             ) from error
         finally:
-            os.fchdir(directory)  # undo a chdir: a restarted rank resolves relative paths of settings
+            os.fchdir(directory)  # undo a chdir of the function: restarted ranks resolve relative paths in settings
             os.close(directory)
 
     return callback

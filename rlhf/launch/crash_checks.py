@@ -16,7 +16,7 @@ from rlhf.storage.layout import RESOLVED
 
 log = logging.getLogger(__name__)
 DEADLINE_S = 20.0
-"""Longest delay of a restart. The supervisor kills a late process and ignores its results."""
+"""Time limit of the checks, which delay the restart. The supervisor kills a late process and ignores its results."""
 _LOOK_S = 0.05
 _MOST_LINES = 20
 

@@ -21,7 +21,7 @@ class Hang:
     """A hang that the watchdog found."""
 
     rank: int
-    """The rank that its peers wait for."""
+    """The rank to blame: its peers wait for it."""
     what: str
     """Text with the phase in which the rank hangs, for how long, and the deadline."""
     where: dict[int, list[str]]
@@ -57,7 +57,7 @@ class Ending(Enum):
 def classify(attempt: AttemptResult, nproc: int, stop_requested: bool) -> Ending:
     """Return the outcome of an attempt of `nproc` ranks. After a stop request a crash counts as a requeue.
 
-    One rank with a user error or a requeue decides the outcome, whatever its peers died of.
+    One rank with a user error or a requeue decides the outcome, whatever ended its peers.
     """
     codes = [end.code for end in attempt.exits.values()]
     if EXIT_USER_ERROR in codes:
@@ -120,7 +120,7 @@ def unsaved(statuses: dict[int, RankStatus]) -> str | None:
 
 
 def describe_crash(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> str:
-    """Return one line on why the attempt ended."""
+    """Return one line with the reason why the attempt ended."""
     cause = first_cause(attempt, statuses)
     if cause is not None:
         return describe_rank(cause, attempt, statuses)
@@ -130,7 +130,7 @@ def describe_crash(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> s
 
 
 def describe_rank(rank: int, attempt: AttemptResult, statuses: dict[int, RankStatus]) -> str:
-    """Return one line on how the rank ended and where it was."""
+    """Return one line that says how the rank ended, at which step, and after which event."""
     if attempt.hang is not None and rank == attempt.hang.rank:
         ended = (
             "and was killed" if rank in attempt.exits else "and survived SIGKILL: its process is stuck in the kernel"

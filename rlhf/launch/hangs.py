@@ -20,15 +20,17 @@ class OtherRanks(Protocol):
     """The hang detectors of the other nodes. Each detector sees the ranks of its node only."""
 
     def report(self, *, save: bool) -> None:
-        """Report to the other nodes that a rank of this node is within the deadline of its loop; with `save`, of its
-        background save."""
+        """Report to the other nodes that a rank of this node is within its deadline.
+
+        The deadline is that of the loop, or with `save` that of the background save.
+        """
 
     def are_silent(self, *, save: bool) -> bool:
         """Return True if no other node has called `report` with this `save` recently, or if a node has found a hang."""
 
 
 class HangDetector:
-    """Finds hangs of the ranks of successive attempts."""
+    """Finds hangs among the ranks of one attempt after another."""
 
     def __init__(self, trainer: TrainerConfig, save_timeout_s: float, others: OtherRanks | None = None) -> None:
         self._watchdog, self._others = Watchdog(trainer, save_timeout_s), others

@@ -76,7 +76,7 @@ class RankStarter(Protocol):
         """Raise UserError if there are too few devices. If the run seems finished, `start` checks instead."""
 
     def start(self, command: Sequence[str], stop: StopRequest) -> Ranks | None:
-        """Clear old statuses and start all ranks. Return None if `stop` is requested before the ranks run."""
+        """Clear old statuses and start all ranks. Return None if a stop is requested before the ranks run."""
 
     def show_remaining_output(self, *, last: bool) -> None:
         """Show the remaining output of ended ranks. With `last` no attempt follows."""

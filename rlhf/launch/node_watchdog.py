@@ -72,7 +72,7 @@ class OtherNodes:
             self._count(self._node, _phase(save), 1)
 
     def are_silent(self, *, save: bool) -> bool:
-        """Return True if no other node's counter changed in calls over SILENCE_S seconds, or if a node found a hang."""
+        """Return True if for SILENCE_S seconds no call saw another node's counter change, or if a node found a hang."""
         counts, now = [self._count(other, _phase(save), 0) for other in self._others], time.monotonic()
         before, since = self._last_counts.get(save, ([], now))
         if counts != before:

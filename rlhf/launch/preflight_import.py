@@ -55,7 +55,7 @@ def preflight_import(functions: Sequence[tuple[str, str]]) -> Iterator[None]:
                 raise UserError(message)
             if process.returncode:
                 raise UserError(
-                    f"{', '.join(named)}: the process that imported it ended with exit code {process.returncode}. "
+                    f"{', '.join(named)}: the import ended its process with exit code {process.returncode}. "
                     f"Correct the file.\n{output.text()[-_SHOWN_CHARACTERS:]}".rstrip()
                 )
     finally:

@@ -7,7 +7,7 @@ from rlhf.config.schema.trainer import TrainerConfig
 
 @dataclass(frozen=True)
 class Restart:
-    """Decision to restart the ranks after `wait_s` seconds, as the `number`th restart of the budget."""
+    """Decision to restart the ranks after `wait_s` seconds. `number` counts the restarts since the last reset."""
 
     number: int
     wait_s: float
@@ -36,7 +36,7 @@ class RestartPolicy:
         self._cause, self._same_cause = "", 0
 
     def is_second(self, cause: str) -> bool:
-        """Return whether the crash with this `cause` is the second in a row with it. Call this once per crash."""
+        """Return whether this is the second crash in a row with this `cause`. Call this once per crash."""
         self._same_cause = self._same_cause + 1 if cause == self._cause else 1
         self._cause = cause
         return self._same_cause == 2

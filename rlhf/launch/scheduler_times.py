@@ -6,9 +6,9 @@ SPARE_S = 60
 """Seconds between the end of `trainer.preempt_grace_s` and the scheduler's kill, for the last processes to end. SLURM
 may send its signal this much early or late."""
 PEERS_S = 120
-"""Seconds between the end of one rank and the kill of the ranks that wait for it."""
+"""Seconds after the end of one rank until the ranks that wait for it are killed."""
 
 
 def stop_notice_s(trainer: TrainerConfig) -> int:
-    """Return the seconds before the scheduler's kill at which the run is asked to save and leave."""
+    """Return how many seconds before the kill the scheduler asks the run to save and leave."""
     return int(trainer.preempt_grace_s) + SPARE_S

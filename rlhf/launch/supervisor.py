@@ -49,7 +49,7 @@ def supervise(
     *,
     evaluates: bool = False,
 ) -> int:
-    """Train to the end of the run; with `evaluates`, only evaluate its policy. Return an exit code of `rlhf.errors`.
+    """Train to the end of the run; with `evaluates`, only evaluate the policy. Return an exit code of `rlhf.errors`.
 
     Args:
         check: raises UserError for mistakes in the configuration. While `check` runs, the launcher imports the ranks'
@@ -122,7 +122,7 @@ def _usable(run_dir: Path) -> Iterator[None]:
 
 
 def _seems_finished(config: Config) -> bool:
-    """Return whether the newest checkpoint, judged by its name alone, is the last step's."""
+    """Return whether the newest checkpoint's name says that it is the checkpoint of the last step."""
     try:
         newest = next(iter(scan(config.run_dir)), None)
     except OSError:  # `reject_another_run` reports the error

@@ -14,7 +14,7 @@ from rlhf.ranks.status import STARTING
 LEARN_AFTER = 3
 FACTOR = 5.0
 SHORTEST_S = 300.0
-# Longest time to count between two calls. In a longer gap, the whole run was paused (Ctrl-Z, a suspended machine).
+# Count at most this time between two calls. In a longer gap, the whole run was paused (Ctrl-Z, a suspended machine).
 LONGEST_LOOK_S = 5.0
 SAVES = ("commit.", "memory.", "rollback.")
 """Prefixes of the events of saves and loads, whose deadline is `checkpoint.timeout_s`."""
@@ -52,7 +52,7 @@ class Watchdog:
     def __init__(self, trainer: TrainerConfig, save_timeout_s: float) -> None:
         self._trainer, self._save_timeout_s = trainer, save_timeout_s
         self._longest: dict[str, float] = {}
-        # By rank: the first evaluation of eight ranks is one occurrence.
+        # Count per rank, because the first evaluation on eight ranks is one occurrence, not eight.
         self._seen: Counter[tuple[int, str]] = Counter()
         self._loops: dict[int, _Place] = {}
         self._saves: dict[int, _Place] = {}
@@ -85,7 +85,8 @@ class Watchdog:
             self._saves[rank] = _Place(event, stamp, self._watched)
 
     def overdue(self, now: float, alive: Collection[int], *, save: bool) -> tuple[list[Overdue], bool]:
-        """Return the overdue phases of the background saves or of the loops, and whether any rank is in time.
+        """Return the overdue phases of the background saves or of the loops, and whether any rank is
+        within its deadline.
 
         The oldest phase comes first. While any rank is within its deadline there is no hang, because an overdue rank
         may wait for a peer whose phase may take longer.
@@ -114,4 +115,4 @@ class Watchdog:
         if event == STARTING or self._seen[rank, event] < LEARN_AFTER:
             return t.watchdog_first_timeout_s, "trainer.watchdog_first_timeout_s"
         longest = self._longest[event]
-        return max(SHORTEST_S, FACTOR * longest), f"learned: it took {longest:.3g} s at most"
+        return max(SHORTEST_S, FACTOR * longest), f"learned: this phase took at most {longest:.3g} s"

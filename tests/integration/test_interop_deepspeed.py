@@ -244,9 +244,9 @@ def test_a_missing_rank_is_named(saves, copied, what):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("zero_pp_rank_7_mp_rank_00_optim_states.pt", "Remove zero_pp_rank_7.* of an earlier save"),
+        ("zero_pp_rank_7_mp_rank_00_optim_states.pt", "zero_pp_rank_7.* is from another save. Remove it"),
         ("zero_pp_rank_0_mp_rank_00_optim_states.pt", r"of two saves\. Remove the older one"),
-        ("zero_pp_rank_2_mp_rank_00_model_states.pt", "Remove zero_pp_rank_2.*model.* of an earlier save"),
+        ("zero_pp_rank_2_mp_rank_00_model_states.pt", "zero_pp_rank_2.*model.* is from another save. Remove it"),
         ("mp_rank_01_model_states.pt", "split over tensor parallel ranks .mp_rank_01_model_states.pt."),
         ("layer_00-model_00-model_states.pt", "split over pipeline stages or experts"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", "mixture of experts"),

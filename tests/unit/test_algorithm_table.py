@@ -152,7 +152,7 @@ REJECTED: list[tuple[dict, str]] = [
         "algorithm.mask_truncated_responses=true: with rollout.ignore_eos=true",
     ),
     ({"algorithm__adv_estimator": "gae", "critic__enable": False}, "critic.enable=false: gae needs values"),
-    ({"critic__enable": True}, "critic.enable=true: grpo gives no returns to fit a critic to"),
+    ({"critic__enable": True}, "critic.enable=true: grpo computes no returns to train a critic on"),
     ({"trainer__critic_warmup": 2}, "trainer.critic_warmup=2: grpo trains no critic; set trainer.critic_warmup=0."),
     (
         {"actor__tau_neg": 2.0},
@@ -165,7 +165,7 @@ REJECTED: list[tuple[dict, str]] = [
         "algorithm.pass_at_k=4: must be less than rollout.n=4, or the best sample is always the same; set "
         "algorithm.pass_at_k=2, or a larger rollout.n.",
     ),
-    ({"ref__update_freq": 10}, "ref.update_freq=10: no KL compares the policy with a reference"),
+    ({"ref__update_freq": 10}, "ref.update_freq=10: the run has no KL term, so it has no reference policy"),
     (
         {"actor__use_kl_loss": True, "ref__update_freq": 3, "ref__fsdp_config__model_dtype": "bfloat16"},
         "ref.fsdp_config.model_dtype=bfloat16: would round away the small updates",

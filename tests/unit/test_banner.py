@@ -68,10 +68,10 @@ def test_the_banner_shows_idle_ranks(config, monkeypatch):
     config.actor.ppo_mini_batch_size, config.rollout.n, config.trainer.nproc = 4, 8, 32
     assert "idle" not in rows(config)
     config.trainer.nproc = 40
-    assert rows(config)["idle"] == "8 of 40 ranks at a time: a mini-batch has 32 samples"
+    assert rows(config)["idle"] == "8 of 40 ranks in each mini-batch, which has 32 samples"
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "33")
-    assert rows(config)["idle"] == "1 of 33 ranks at a time: a mini-batch has 32 samples"
+    assert rows(config)["idle"] == "1 of 33 ranks in each mini-batch, which has 32 samples"
 
 
 def test_the_banner_shows_the_step_of_a_resumed_or_finished_run(config):

@@ -66,7 +66,7 @@ def test_weights_moments_and_progress_are_read(saved):
     assert progress.schedule is not None
     assert progress.schedule["last_epoch"] == 2
     assert source.contents.model_files == folder
-    assert source.contents.absent == ["the place in the data and the state of the algorithm"]
+    assert source.contents.absent == ["the position in the training data and the state of the algorithm"]
 
 
 @pytest.mark.parametrize("second", [None, lambda name, parameter: "bias" in name])

@@ -128,7 +128,7 @@ def test_the_clip_of_both_sides_is_never_the_dual_clip(typed):
     ],
 )
 def test_a_number_of_samples_is_not_taken_for_one_of_tokens(typed, ours):
-    assert hint(typed) == (f" It counts samples; here a token budget bounds each pass: set {ours}.")
+    assert hint(typed) == (f" That setting counts samples; here, a token budget limits each pass. Set {ours}.")
 
 
 @pytest.mark.parametrize(

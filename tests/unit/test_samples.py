@@ -132,7 +132,7 @@ def test_a_negative_number_of_samples_is_an_error(run, option, capsys):
     with pytest.raises(SystemExit) as ended:
         samples.main([str(run), option, "-1"])
     assert ended.value.code == EXIT_USER_ERROR
-    assert "-1 is not a number of samples" in capsys.readouterr().err
+    assert "-1: must be a whole number of at least 0 (samples)" in capsys.readouterr().err
 
 
 def test_the_command_needs_no_torch(run):

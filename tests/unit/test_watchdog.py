@@ -75,7 +75,7 @@ def test_learned_deadlines_are_per_phase():
     machine.loop(2)
     machine.event("rollout.before")
     (late,) = machine.wait(ALARM_FREE_S)
-    assert (late.deadline_s, late.origin) == (300.0, "learned: it took 20 s at most")
+    assert (late.deadline_s, late.origin) == (300.0, "learned: this phase took at most 20 s")
     machine.event("update.before")
     (late,) = machine.wait(ALARM_FREE_S)
     assert (late.deadline_s, late.seconds) == (500.0, 501.0)

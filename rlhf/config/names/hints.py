@@ -16,7 +16,7 @@ GENERAL = frozenset({"device", "enable", "enabled", "mode", "name", "path", "typ
 
 
 def recipe_hint() -> str:
-    """Return the hint for a recipe that was given as a file path, as other trainers accept it."""
+    """Return the hint for a recipe given as a file path, which other trainers accept."""
     return other_trainers().remarks["config_file"]
 
 
@@ -34,7 +34,7 @@ def hint(key: str) -> str:
 
 
 def remark(key: str) -> str | None:
-    """Return the hint for another trainer's name that has no single equivalent here; None if there is none."""
+    """Return the remark on another trainer's name that has no single equivalent here; None for other names."""
     remarks = other_trainers().remarks
     return remarks.get(key) or remarks.get(_without_prefix(key))
 
@@ -134,7 +134,7 @@ def override_for(group: str, value: str) -> str | None:
 
 
 def path_override(text: str) -> str | None:
-    """Return the override to write for a folder or data file that was typed without its setting; None for others."""
+    """Return the override to write for a model folder or data file typed without its setting; None for other texts."""
     if Path(text).is_file() and text.endswith(DATA_ENDINGS):
         return f"data.train_files={text}"
     return f"model.path={text}" if (Path(text) / "config.json").is_file() else None

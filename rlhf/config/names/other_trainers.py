@@ -31,7 +31,7 @@ class OtherTrainers:
 def other_trainers() -> OtherTrainers:
     """Read the tables, once per process, when the first message needs them."""
     table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    in_samples = "It counts samples; here a token budget bounds each pass: set {}."
+    in_samples = "That setting counts samples; here, a token budget limits each pass. Set {}."
     return OtherTrainers(
         prefixes=tuple(table["prefixes"]),
         names=table["settings"],

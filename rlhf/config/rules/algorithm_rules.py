@@ -161,7 +161,7 @@ def _critic(config: Config) -> Iterator[str]:
     if enabled is False and estimator_needs(config.algorithm.adv_estimator).critic:
         yield f"critic.enable=false: {name} needs values; set critic.enable=null, or another algorithm.adv_estimator."
     if enabled and name in ESTIMATORS and not ESTIMATORS[name].critic:
-        yield f"critic.enable=true: {name} gives no returns to fit a critic to; set critic.enable=null."
+        yield f"critic.enable=true: {name} computes no returns to train a critic on; set critic.enable=null."
     if warmup and not needs_critic(config.algorithm, config.critic):
         yield f"trainer.critic_warmup={warmup}: {name} trains no critic; set trainer.critic_warmup=0."
 
@@ -169,7 +169,7 @@ def _critic(config: Config) -> Iterator[str]:
 def _reference(config: Config) -> Iterator[str]:
     if config.ref.update_freq is not None and not needs_reference(config.actor, config.algorithm):
         yield (
-            f"ref.update_freq={config.ref.update_freq}: no KL compares the policy with a reference; set "
+            f"ref.update_freq={config.ref.update_freq}: the run has no KL term, so it has no reference policy; set "
             "ref.update_freq=null, or actor.use_kl_loss=true or algorithm.use_kl_in_reward=true with a coefficient "
             "above 0."
         )

@@ -14,11 +14,11 @@ def backend_problems(config: Config) -> Iterator[str]:
     backend = config.backend
     if backend.use_liger and config.actor.needs_entropy:
         yield (
-            "backend.use_liger=true: Liger's kernel gives no entropy; set actor.calculate_entropy=false, "
+            "backend.use_liger=true: Liger's kernel cannot compute the entropy; set actor.calculate_entropy=false, "
             "actor.entropy_coeff=0 and actor.entropy_ctrl.type=fixed."
         )
     if config.trainer.tf32 and config.trainer.device == "cpu":
-        yield "trainer.tf32=true: TF32 is a format of GPUs, but trainer.device=cpu; set trainer.tf32=false."
+        yield "trainer.tf32=true: only GPUs have TF32, but trainer.device=cpu; set trainer.tf32=false."
     if backend.use_liger and config.trainer.device == "cpu":
         yield "backend.use_liger=true: Liger needs a GPU, but trainer.device=cpu; set backend.use_liger=false."
     if backend.name != "deepspeed":

@@ -15,7 +15,7 @@ def env_problems(config: Config) -> Iterator[str]:
         return
     rollout, shown = config.rollout, config.env.shown
     if config.env.classes and config.env.command is not None:
-        yield f"env.classes={config.env.classes}: {shown} is an environment, too. Set one of them."
+        yield f"env.classes={config.env.classes}: {shown} is an environment, too. Set only one of the two."
     if config.env.command is not None:
         if _has_secret(config.env.command):
             yield (
@@ -30,7 +30,7 @@ def env_problems(config: Config) -> Iterator[str]:
         )
     if rollout.async_steps:
         yield (
-            f"rollout.async_steps={rollout.async_steps}: with {shown}, each step generates its episodes whole. Set "
+            f"rollout.async_steps={rollout.async_steps}: with {shown}, each step generates complete episodes. Set "
             "rollout.async_steps=0."
         )
     if rollout.stop:

@@ -18,7 +18,7 @@ def launcher_problems(config: Config, environ: Mapping[str, str]) -> Iterator[st
         yield from without_effect(config, keys, "launcher=ray", launcher.name)
         return
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        yield "launcher.name=ray: torchrun or srun has already started the ranks. Start the command once, without them."
+        yield "launcher.name=ray: torchrun or srun started the ranks. Start the command once, without torchrun or srun."
     if launcher.min_nodes is not None and launcher.min_nodes > t.nnodes:
         yield (
             f"launcher.min_nodes={launcher.min_nodes}: must be at most trainer.nnodes={t.nnodes}. Set trainer.nnodes, "

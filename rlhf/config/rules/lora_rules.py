@@ -95,7 +95,7 @@ def _native(config: Config) -> Iterator[str]:
     if rollout.name == "embedded":
         yield f"rollout.lora=native: needs rollout=vllm or rollout=vllm_server (rollout=embedded merges); {instead}"
     if config.model.lora.use_dora:
-        yield f"rollout.lora=native: vLLM serves no DoRA (model.lora.use_dora=true); {instead}"
+        yield f"rollout.lora=native: vLLM does not support DoRA (model.lora.use_dora=true); {instead}"
     if rollout.tensor_model_parallel_size > 1:
         yield (
             "rollout.lora=native: adapters that are sharded over devices "

@@ -1,4 +1,4 @@
-"""Checks bounds, choices, and contradictions, which types cannot express, and reports all problems at once."""
+"""Checks bounds, choices, and contradictions, which types cannot express. Reports all problems at once."""
 
 import math
 import os
@@ -140,7 +140,7 @@ def _run(config: Config) -> Iterator[str]:
 
 
 def _callbacks(config: Config) -> Iterator[str]:
-    """Yield one line per callback that cannot take a step and its metrics, and per argument that none accepts."""
+    """Yield one line per callback that cannot take a step and its metrics, and per argument that no callback takes."""
     t, accepted, known = config.trainer, set[str](), True
     for spec in t.callbacks:
         try:
@@ -205,8 +205,8 @@ def _ranks(config: Config, environ: Mapping[str, str]) -> Iterator[str]:
     nnodes, local = config.trainer.nnodes, int(environ.get("LOCAL_WORLD_SIZE", ranks))
     if "RANK" in environ and nnodes > 1 and nnodes * local != ranks:
         yield (
-            f"trainer.nnodes={nnodes}: the launcher started {ranks} ranks with {local} on this machine. Start as many "
-            "machines, or remove trainer.nnodes: the launcher decides."
+            f"trainer.nnodes={nnodes}: torchrun or srun started {ranks} ranks, {local} of them on this machine. Start "
+            f"them on {nnodes} machines, or remove trainer.nnodes: torchrun or srun sets the number of machines."
         )
     train, mini, n = config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.rollout.n
     if ranks > 2 * mini * n:

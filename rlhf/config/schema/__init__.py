@@ -1,1 +1,1 @@
-"""One dataclass module per section of the configuration; `rlhf.config.Config` combines the sections."""
+"""Defines each section of the configuration in a module of its own; `rlhf.config.Config` combines the sections."""

@@ -8,7 +8,7 @@ from rlhf.config.schema.optim import OptimConfig
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+")
-"""Estimators of the KL divergence. With `+`, the value is the estimator's and the gradient is k2's
+"""Estimators of the KL divergence. `k1+`, for example, has the value of `k1` and the gradient of `k2`
 (straight-through)."""
 
 
@@ -52,8 +52,8 @@ class ActorConfig:
     speed, not the gradient (up to rounding)."""
     use_remove_padding: bool | None = setting(None, resume="harmless")
     """Pack the sequences of a micro-batch into one row without padding, also for the reference. null packs, or pads
-    if a test finds that packed sequences affect each other in the model. true packs, or ends the run in that case.
-    false pads."""
+    if a test at the start finds that packed sequences affect each other in the model; true then ends the run. false
+    pads."""
     ppo_epochs: int = setting(1, ge=1)
     """Optimizer passes over each batch."""
     shuffle: bool = setting(False)
@@ -83,8 +83,8 @@ class ActorConfig:
     kl_loss_type: str = setting("k3", choices=KL_KINDS)
     """Estimator of the KL in the loss; verl's `low_var_kl` is `k3`."""
     use_bias_correction_kl: bool = setting(False)
-    """Weight the KL in the loss by the probability ratio and by the `rollout_correction` weights, if any. Without these
-    weights, the gradients of `k1` and `k3` are biased."""
+    """Weight the KL in the loss by the probability ratio and by the `rollout_correction` weights, if any. Otherwise the
+    gradients of `k1` and `k3` are biased."""
     entropy_coeff: float = setting(0.0, ge=0)
     """Weight of the entropy bonus; with `adaptive`, the starting weight."""
     entropy_ctrl: EntropyCtrlConfig = setting(EntropyCtrlConfig)
@@ -103,5 +103,5 @@ class ActorConfig:
 
     @property
     def kl_in_loss(self) -> bool:
-        """Return whether the loss has a KL term with a weight, and so needs the reference policy."""
+        """Return whether the loss has a KL term with a weight above 0, which needs the reference policy."""
         return self.use_kl_loss and self.kl_loss_coef > 0

@@ -22,7 +22,7 @@ class KlCtrlConfig:
     target_kl: float = setting(0.1, gt=0)
     """Target KL per token of `adaptive`."""
     horizon: int = setting(10000, ge=1)
-    """Samples over which the adaptive coefficient reacts."""
+    """Samples over which the adaptive coefficient reacts (verl's `horizon`): more samples, slower changes."""
 
 
 @dataclass
@@ -31,12 +31,12 @@ class FilterGroupsConfig:
     """Drop prompts whose samples all have the same `metric`, and generate until the batch is full (DAPO's dynamic
     sampling)."""
     metric: str = setting("acc", choices=("acc", "seq_reward"))
-    """Metric that must differ within a group: `acc` is the first of `reward.functions`, `seq_reward` the whole
-    reward."""
+    """Metric that must differ within a group: `acc` is the score of the first of `reward.functions`, `seq_reward` the
+    total reward."""
     max_num_gen_batches: int = setting(10, ge=1)
     """Largest number of generations per step."""
     on_limit: str = setting("fill", choices=("fill", "stop"))
-    """After `max_num_gen_batches`: `fill` the batch with groups without signal, or `stop` the run."""
+    """If `max_num_gen_batches` generations do not fill the batch: `fill` it with dropped groups, or `stop` the run."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class AlgorithmConfig:
     norm_adv_by_std_in_grpo: bool = setting(True)
     """Divide group advantages by the group's standard deviation; false is Dr.GRPO."""
     pass_at_k: int = setting(2, ge=1)
-    """The k of the estimator `pass_at_k`: at least one of k responses must be correct. Must be less than
+    """The k of the estimator `pass_at_k`, which rewards at least one correct response among k. Must be less than
     `rollout.n`."""
     mask_truncated_responses: bool = setting(False)
     """Mask responses that reached `data.max_response_length` (DAPO's overlong filtering). Their rewards still count in
@@ -89,5 +89,5 @@ class AlgorithmConfig:
 
     @property
     def kl_in_reward(self) -> bool:
-        """Return whether the reward has a KL term with a weight, and so needs the reference policy."""
+        """Return whether the reward has a KL term with a weight above 0, which needs the reference policy."""
         return self.use_kl_in_reward and self.kl_ctrl.kl_coef > 0

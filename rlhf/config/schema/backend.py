@@ -16,9 +16,9 @@ class BackendConfig:
     reshard_after_forward: bool = setting(True, resume="harmless")
     """Free gathered weights between forward and backward: less memory, more communication."""
     dp_replicate: int | None = setting(None, ge=1, resume="harmless")
-    """Replicas of each model (HSDP); each shards over ranks / dp_replicate ranks. More replicas need more memory and
-    send less. null: as in the checkpoint; without a checkpoint, 1, or one per rank on one machine's CPUs if half of
-    the memory suffices."""
+    """Replicas of each model (HSDP), each sharded over ranks / dp_replicate ranks. More replicas need more memory and
+    less communication. null: as in the checkpoint; without a checkpoint, one per rank if the run is on the CPUs of one
+    machine and half of its memory suffices, else 1."""
     zero_stage: int = setting(2, ge=0, le=3, resume="harmless")
     """State that DeepSpeed shards: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
     offload_optimizer: bool = setting(False, resume="harmless")
@@ -29,5 +29,5 @@ class BackendConfig:
 
     @property
     def replicas(self) -> int:
-        """Return `dp_replicate`, or one if no plan has chosen it."""
+        """Return `dp_replicate`, or 1 if it is null because the memory plan did not set it."""
         return self.dp_replicate or 1

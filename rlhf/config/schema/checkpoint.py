@@ -14,13 +14,13 @@ REMOTES = {"s3": "s3fs", "gs": "gcsfs", "hdfs": "pyarrow", "file": "fsspec"}
 @dataclass
 class MemoryConfig:
     freq: int = setting(0, ge=0, resume="harmless")
-    """Steps between snapshots of the state in this machine's memory, from which a restart continues after a crash; 0
-    takes none."""
+    """Steps between snapshots of the state in this machine's memory. After a crash, a restart continues from the newest
+    snapshot. 0 takes none."""
     dir: str = setting("/dev/shm", resume="harmless")
     """Folder on a tmpfs for the snapshots."""
     replicas: int = setting(0, ge=0, resume="harmless")
-    """Number of other nodes that also store each node's part of a snapshot in memory: a restart needs the memory of all
-    nodes except this many."""
+    """Number of other nodes that also store each node's part of a snapshot in memory: a restart can continue from the
+    snapshot if at most this many nodes are lost."""
 
 
 @dataclass
@@ -59,5 +59,5 @@ class CheckpointConfig:
     timeout_s: float = setting(3600.0, gt=0, resume="harmless")
     """Seconds to wait for other ranks during a save or load; after that the attempt fails and restarts."""
     on_save_error: str = setting("stop", choices=("stop", "continue"), resume="harmless")
-    """After a failed save (disk full, permission): end the run, or log the error and train on. The last save must
-    succeed; the previous checkpoint stays intact."""
+    """After a failed save (disk full, permission): end the run, or log the error and train on. The save after the last
+    step must succeed in both cases. The previous checkpoint stays intact."""

@@ -25,7 +25,7 @@ class CriticConfig:
     ppo_epochs: int = setting(1, ge=1)
     """Optimizer passes of the critic over each batch, in mini-batches of `actor.ppo_mini_batch_size` prompts."""
     cliprange_value: float = setting(0.5, gt=0)
-    """Value clip: largest distance from the value before the update that can still lower the loss."""
+    """PPO's value clip: moving a value farther than this from its value before the update does not lower the loss."""
     loss_agg_mode: str = setting("token-mean", choices=LOSS_AGG_MODES)
     """Aggregation of token losses over all ranks and micro-batches."""
     grad_clip: float = setting(1.0, gt=0)

@@ -21,9 +21,9 @@ class ReasoningGymConfig:
 @dataclass
 class CustomClsConfig:
     path: str | None = setting(None)
-    """Python file that makes the rows from the data files."""
+    """Python file with your function or Dataset class that makes the rows from the data files."""
     name: str | None = setting(None)
-    """Function in this file that converts a row, or a Dataset class as in verl."""
+    """Name in `custom_cls.path`: a function that converts a row, or a Dataset class as in verl."""
 
     @property
     def spec(self) -> str | None:
@@ -41,8 +41,8 @@ class DataConfig:
     prompt_key: str = setting("prompt")
     """Column with the prompt: a chat list of {role, content}, or a plain string."""
     answer_key: str = setting("answer")
-    """Column with the reference answer. verl's `reward_model.ground_truth` comes before the default, `answer`, and
-    after any other column."""
+    """Column with the reference answer. If rows also have verl's `reward_model.ground_truth`, it is used instead of the
+    default column `answer`, but any other column set here is used instead of it."""
     last_turn_as_answer: bool = setting(False)
     """Use the last turn of each prompt, an assistant turn, as the reference answer."""
     custom_cls: CustomClsConfig = setting(CustomClsConfig)
@@ -59,8 +59,8 @@ class DataConfig:
     max_response_length: int = setting(256, ge=1)
     """Longest response in tokens, end-of-sequence included."""
     overlong_prompts: str = setting("filter", choices=("filter", "left", "right", "middle", "error"))
-    """Prompts longer than `max_prompt_length`: drop (`filter`), truncate at a side (verl's `truncation`), or stop with
-    an error. The run logs their number."""
+    """Prompts longer than `max_prompt_length`: drop (`filter`), truncate at this side (verl's `truncation`), or stop
+    with an error. The run logs the number of such prompts."""
     cache_dir: str | None = setting(None, resume="harmless")
     """Folder for tokenized prompts of large files, shared by all runs and the ranks of a node. null means
     `rlhf_prompts` in the cache of Hugging Face datasets."""

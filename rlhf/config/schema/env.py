@@ -1,4 +1,4 @@
-"""Section `env`: environments with which the policy talks over several turns."""
+"""Section `env`: environments, with which the policy interacts over several turns."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +22,12 @@ class EnvConfig:
     announce_tools: bool = setting(True)
     """List the tools in the system message if the chat template has no tools."""
     max_turns: int = setting(8, ge=1)
-    """Turns of the policy in an episode; then the episode ends and is scored."""
+    """Largest number of the policy's turns in an episode. After that many turns the episode ends and is scored."""
     max_invalid_calls: int = setting(3, ge=0)
     """Invalid tool calls (unknown tool, wrong arguments) that an episode may make; one more ends the episode."""
     timeout_s: float = setting(30.0, gt=0)
-    """Seconds for each call: `reset`, a tool, `get_reward`. Then the environment's process is killed."""
+    """Time limit in seconds of each call (`reset`, a tool, `get_reward`), after which the environment's process is
+    killed."""
     retries: int = setting(1, ge=0)
     """Restarts of an episode whose environment raised, hung or died. If the last restart fails, too, the sample has
     failed and is not trained on."""

@@ -24,8 +24,8 @@ def setting(
 
     A list or dict default is copied for each instance; a callable default, such as a section's class, is called. A
     `by_device` setting may be null in a recipe: composition replaces null by the device's default
-    (`rlhf.planning.device_defaults`). `default` is the CPU's value. The whole text of a `secret` setting is hidden
-    (`rlhf.config.secrets`).
+    (`rlhf.planning.device_defaults`), and `default` is the value for CPUs. The whole text of a `secret` setting is
+    hidden (`rlhf.config.secrets`).
     """
     metadata = {"choices": choices, "ge": ge, "gt": gt, "le": le, "resume": resume, "by_device": by_device}
     metadata["secret"] = secret

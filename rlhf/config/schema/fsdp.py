@@ -11,8 +11,8 @@ class FrozenFsdpConfig:
 
     model_dtype: str | None = setting(None, choices=("float32", "bfloat16"))
     """Dtype of the frozen weights. null: bfloat16 if passes compute in bfloat16 (`backend.autocast`), which changes no
-    log-prob, else float32; a moving reference (`ref.update_freq`) always has float32. bfloat16 needs half the memory;
-    in passes that compute in float32, it rounds the weights of float32 files."""
+    log-prob, else float32; a reference with `ref.update_freq` always has float32. bfloat16 needs half the memory; if
+    passes compute in float32, bfloat16 rounds the weights of float32 files."""
     param_offload: bool = setting(False, resume="harmless")
     """On CUDA: keep the weights in host memory except during forward passes."""
 

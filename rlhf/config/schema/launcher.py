@@ -1,4 +1,4 @@
-"""Section `launcher`: what starts the ranks and restarts them."""
+"""Section `launcher`: the launcher that starts and restarts the ranks."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class LauncherConfig:
     address: str | None = setting(None, resume="harmless")
     """Address of the Ray cluster; null means RAY_ADDRESS if set, else the cluster of this machine."""
     min_nodes: int | None = setting(None, ge=1, resume="harmless")
-    """Fewest machines with which Ray runs the job while others are missing; null means `trainer.nnodes`."""
+    """Smallest number of machines on which Ray runs the job while others are missing; null means `trainer.nnodes`."""
     start_timeout_s: float = setting(60.0, gt=0, resume="harmless")
     """Seconds for Ray to place the workers. After each timeout Ray tries again, `trainer.max_restarts` times."""
 

@@ -16,7 +16,7 @@ class ModelConfig:
     """Run Python code that comes with the model. false never executes code from a model."""
     loading: str = setting("auto", choices=("auto", "shard", "broadcast"), resume="harmless")
     """How ranks load all models: `shard` (each rank reads its part from files that all ranks can see), or `broadcast`
-    (one rank reads and sends). `auto` shards if all ranks see the same files."""
+    (one rank reads the files and sends the weights). `auto` shards if all ranks see the same files."""
     chat_template: str | None = setting(None)
     """Jinja file that replaces the tokenizer's chat template."""
     attn_implementation: str = setting("sdpa", choices=("sdpa", "eager", "flash_attention_2"))

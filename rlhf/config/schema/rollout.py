@@ -26,7 +26,7 @@ class ValKwargsConfig:
 class EngineKwargsConfig:
     vllm: dict[str, Any] = setting({})
     """vLLM's engine arguments by their Python names, e.g. {kv_cache_dtype: fp8, max_num_batched_tokens: 8192}; they
-    override the trainer's."""
+    override the values that the trainer sets."""
 
 
 @dataclass
@@ -96,23 +96,23 @@ class RolloutConfig:
     ...}."""
     async_steps: int = setting(0, ge=0)
     """Batches that generation may be ahead of training: up to `async_steps` + 1 are in flight, and a step does not wait
-    for the longest response. `vllm_server` also generates during training. 0 generates each batch whole, before
-    training."""
+    for the longest response. `vllm_server` also generates during training. 0 generates the whole
+    batch of a step before training on it."""
     max_staleness: int | None = setting(None, ge=0)
-    """Largest age of a token in steps, from the weights that drew it to the step that trains on it. Late responses are
-    waited for. Surplus groups of dynamic sampling are dropped (0: all, as verl does). null: `async_steps`, at least
-    1."""
+    """Largest age of a token in steps, from the weights that drew it to the step that trains on it. A step waits for
+    responses that would be too old in the next step, and drops carried-over groups of dynamic sampling that are too old
+    (0: all, as verl does). null: `async_steps`, at least 1."""
     engine_kwargs: EngineKwargsConfig = setting(EngineKwargsConfig)
     servers: ServersConfig = setting(ServersConfig)
     val_kwargs: ValKwargsConfig = setting(ValKwargsConfig)
 
     @property
     def vllm_share(self) -> float:
-        """Return `gpu_memory_utilization`, or 0.5 if it is null and the plan gave no value."""
+        """Return `gpu_memory_utilization`, or 0.5 if it is null because the memory plan did not set it."""
         return 0.5 if self.gpu_memory_utilization is None else self.gpu_memory_utilization
 
     @property
     def engine_dtype(self) -> str:
-        """Return `dtype`, which composition has set."""
+        """Return `dtype`; composition has replaced null by the device's default."""
         assert self.dtype is not None
         return self.dtype

@@ -29,13 +29,14 @@ class AlertsConfig:
     kinds: list[str] = setting(list(ALERTS), resume="harmless")
     """Alerts to send: `stuck`, `unstable`, `crashed`, `finished`."""
     command: list[str] = setting([], resume="harmless", secret=True)
-    """Program and arguments that each alert starts, without a shell. It inherits the environment, for its secrets."""
+    """Program and arguments that each alert starts, without a shell. The program inherits the
+    environment, and can read secrets there."""
     webhook: str | None = setting(None, resume="harmless", secret=True)
-    """Address that each alert is posted to as JSON."""
+    """URL to which each alert is posted as JSON."""
     first_step: int = setting(100, ge=10, resume="harmless")
     """First step at which a run can be reported as stuck or unstable."""
     timeout_s: float = setting(10.0, gt=0, le=60, resume="harmless")
-    """Longest time of the command, and of a request to the webhook."""
+    """Longest time in seconds of the command, and of a request to the webhook."""
 
 
 @dataclass

@@ -15,11 +15,11 @@ class TrainerConfig:
     default_local_dir: str = setting("checkpoints", resume="harmless")
     """Parent of run directories: `<default_local_dir>/<project_name>/<experiment_name>`."""
     nproc: int | None = setting(1, ge=1, resume="harmless", by_device=True)
-    """Ranks on this machine; null means one per GPU that `rollout=vllm_server` does not use, or 1 on a CPU.
+    """Ranks on each machine; null means one per GPU that `rollout=vllm_server` does not use, or 1 on a CPU.
     Any value resumes the exact state; later steps are bit-identical only with the same `nproc`."""
     nnodes: int = setting(1, ge=1, resume="harmless")
-    """Machines, each with `nproc` ranks. `launcher=ray`, `python -m rlhf.launch.slurm` and `rlhf.launch.kubernetes`
-    start them all, `launcher=local` starts one, and torchrun counts its machines itself."""
+    """Machines, each with `nproc` ranks, that `launcher=ray`, `python -m rlhf.launch.slurm` or `rlhf.launch.kubernetes`
+    starts. `launcher=local` allows only 1. Under torchrun, leave 1: torchrun sets the number of machines."""
     device: str = setting("auto", choices=("auto", "cpu", "cuda"), resume="harmless")
     """`auto` means CUDA if a device is visible."""
     threads_per_rank: int | None = setting(None, ge=1, resume="harmless")
@@ -43,7 +43,8 @@ class TrainerConfig:
     save_freq: int = setting(20, ge=0, resume="harmless")
     """Steps between checkpoints; the last step is also saved. 0 saves only when the run is asked to stop."""
     test_freq: int = setting(20, ge=0, resume="harmless")
-    """Steps between evaluations on held-out prompts; the last step is also evaluated. 0 never evaluates."""
+    """Steps between evaluations on held-out prompts; the last step is also evaluated. 0 evaluates at most once, before
+    training (`val_before_train`)."""
     val_before_train: bool = setting(True, resume="harmless")
     """Evaluate the initial policy as step 0."""
     log_rollouts: int = setting(8, ge=-1, resume="harmless")
@@ -52,7 +53,7 @@ class TrainerConfig:
     log_val_generations: int = setting(10, ge=0, resume="harmless")
     """Samples per evaluation in a table of the trackers."""
     log_samples: bool = setting(False, resume="harmless")
-    """Print two samples of each step and of each evaluation to the terminal."""
+    """Log the best and the worst sample of each step's rollouts and of each evaluation."""
     resume_mode: str = setting("auto", choices=("auto", "disable", "resume_path"), resume="start")
     """`auto` resumes from the newest intact checkpoint in the run directory; `disable` allows no checkpoints there;
     `resume_path` starts from `resume_from_path`."""
@@ -80,7 +81,7 @@ class TrainerConfig:
     restart_backoff_max_s: float = setting(60.0, ge=0, resume="harmless")
     """Largest backoff in seconds."""
     max_failures_per_step: int = setting(3, ge=1, resume="harmless")
-    """Crashes in a row at one step after which the run ends with a report."""
+    """Number of crashes in a row at the same step after which the run ends with a report."""
     preempt_grace_s: float = setting(300.0, gt=0, resume="harmless")
     """Seconds after SIGTERM or SIGUSR1 for the ranks to finish their step and save, before they are killed."""
     collective_timeout_s: float = setting(600.0, gt=0, resume="harmless")
@@ -89,13 +90,14 @@ class TrainerConfig:
     watchdog: bool = setting(True, resume="harmless")
     """If the ranks make no progress, log their stacks and end the attempt; the launcher restarts them."""
     watchdog_timeout_s: float | None = setting(None, gt=0, resume="harmless")
-    """Longest time in seconds in one phase of the loop; null means 5 times the longest seen, at least 300."""
+    """Time limit in seconds of each phase of the loop; null means 5 times the phase's longest time so far, at least
+    300."""
     watchdog_first_timeout_s: float = setting(3600.0, gt=0, resume="harmless")
     """Longest time in seconds for start-up (imports, downloads, loading). With `watchdog_timeout_s=null`, also for
     phases seen fewer than 3 times."""
 
     @property
     def ranks(self) -> int:
-        """Return `nproc`, which composition has set."""
+        """Return `nproc`; composition has replaced null by the device's default."""
         assert self.nproc is not None
         return self.nproc

@@ -28,7 +28,7 @@ _SIGNS = {
     ),
     "trl": ("num_generations", "max_completion_length", "per_device_train_batch_size", "reward_funcs", "loss_type"),
 }
-"""Maps each trainer to names, or first parts of names, that only its configurations have."""
+"""Maps each trainer to names, or prefixes of names, that only this trainer's configurations have."""
 
 _INSTALLERS = ("pip", "venv", "ensurepip")
 _LAUNCHERS = (
@@ -129,7 +129,7 @@ def _of_commands(path: Path, commands: Sequence[Sequence[str]]) -> dict[str, Any
     """Return the settings of the one command that runs Python with arguments; without such a command, of all commands.
 
     Raises:
-        UserError: two commands run Python with arguments. Their union would be the settings of neither.
+        UserError: two commands run Python with arguments. The union of their settings would fit neither.
     """
     found = [(command, settings) for command in commands if (settings := _of_command(command))]
     if len(found) > 1:
@@ -139,7 +139,9 @@ def _of_commands(path: Path, commands: Sequence[Sequence[str]]) -> dict[str, Any
         )
     arrays = [word for command, _ in found for word in command if re.fullmatch(r"\$\{\w+\[[@*]\]\}", word)]
     if arrays:
-        raise UserError(f"{path}: {arrays[0]} is an array, which is not expanded. Write its words into the command.")
+        raise UserError(
+            f"{path}: {arrays[0]} is a shell array, which translate does not expand. Write its words into the command."
+        )
     return found[0][1] if found else of_arguments([word for command in commands for word in (*command, "--")])
 
 
@@ -150,7 +152,7 @@ def _beginning(command: Sequence[str]) -> str:
 
 
 def _of_command(words: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments after the name of a command's Python file or module, or `trl grpo`; and a launcher's.
+    """Return the arguments after the Python file, the module or `trl grpo` in a command, and the launcher's arguments.
 
     Launchers are accelerate, torchrun and deepspeed. The numbers of their processes and machines get accelerate's
     names: `num_processes` and `num_machines`. Other arguments before the file are ignored.
@@ -173,7 +175,7 @@ def _takes_value(word: str) -> bool:
 
 
 def _of_launcher(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a launcher's arguments by accelerate's names. Leave out addresses, which belong to one start."""
+    """Return a launcher's arguments by accelerate's names, without addresses and ports, which belong to one start."""
     named = {_LAUNCHERS_NAMES.get(name.replace("-", "_"), name): value for name, value in found.items()}
     ranks, machines = named.pop("nproc_per_node", None), named.get("num_machines")
     if isinstance(ranks, int):

@@ -1,4 +1,4 @@
-"""Resolves references between the settings of a YAML file, and keeps interpolations of the environment as texts."""
+"""Resolves references between the settings of a YAML file. Does not resolve references to environment variables."""
 
 import re
 from collections.abc import Mapping
@@ -30,10 +30,10 @@ class Interpolations:
         self._length = 0
 
     def resolve(self, value: Any, place: tuple[str, ...]) -> Any:
-        """Return what `value` at the keys `place` means. Texts in lists and mappings are resolved too.
+        """Return `value`, whose keys are `place`, with its interpolations resolved, also inside lists and mappings.
 
-        A text inside of a list or mapping that refers to another list or mapping is kept, because the size of values
-        that contain each other grows exponentially with their depth.
+        Inside a list or mapping, a reference to another list or mapping is kept: values that contain each other grow
+        exponentially with their depth.
 
         Raises:
             UserError: the resolved texts have over a million characters.
@@ -72,13 +72,16 @@ class Interpolations:
             raise UserError(f"the interpolations expand to over {_LONGEST} characters. Write out their values.")
 
     def _inside(self, body: str, place: tuple[str, ...]) -> str:
-        """Return the text of an interpolation in another text. Marks for `${` and `}` hide it from the next round."""
+        """Return the text that replaces an interpolation inside a longer text, with marks instead of `${` and `}`.
+
+        The marks prevent the next round of `_resolve_text` from resolving the result again.
+        """
         value = self._value(body, place)
         kept = value is _MISSING or isinstance(value, dict | list)
         return f"\0{body}\1" if kept else str(value).replace("${", "\0").replace("}", "\1")
 
     def _value(self, body: str, place: tuple[str, ...]) -> Any:
-        """Return the value of the interpolation `body`, or _MISSING if it is to be kept."""
+        """Return the value of the interpolation `body`, or _MISSING if the interpolation must stay."""
         if (reference := _REFERENCE.fullmatch(body)) is not None:
             return self._at(reference, place)
         if (select := _SELECT.fullmatch(body)) is None or (reference := _REFERENCE.fullmatch(select[1])) is None:

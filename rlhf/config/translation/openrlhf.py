@@ -53,7 +53,7 @@ def _algorithm(theirs: Theirs, recipe: Recipe) -> None:
     if theirs.take("dynamic_filtering", "algo.dynamic_filtering_enable"):
         recipe.set("algorithm.filter_groups.enable", True, "algo.dynamic_filtering_enable")
         bounds = theirs.take("dynamic_filtering_reward_range", "algo.dynamic_filtering_range")
-        why = "groups whose rewards are all equal are dropped, whatever their value."
+        why = "here, groups whose rewards are all equal are dropped, whatever the rewards are."
         recipe.lose("algo.dynamic_filtering_range", bounds or [0, 1], why)
 
 
@@ -142,7 +142,7 @@ def _lengths(theirs: Theirs, recipe: Recipe) -> tuple[int, int]:
         )
         recipe.lose("rollout.max_new_tokens", None, why)
     elif prompt and total and prompt + response > total:
-        recipe.lose("data.max_len", total, "prompts and responses have limits of their own, with a larger sum.")
+        recipe.lose("data.max_len", total, "the limits of prompts and responses are separate, and their sum is larger.")
     return int(prompt or (max(1, total - response) if total else 1024)), int(response)
 
 

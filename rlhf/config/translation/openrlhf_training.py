@@ -43,9 +43,9 @@ def correction(theirs: Theirs, recipe: Recipe) -> None:
     elif low is not None:
         recipe.lose(f"{name}threshold", bounds, "here, weights are clipped from above only.")
     if level == "seq" or kind == "seq-mask-tis":
-        recipe.lose(f"{name}level", level or kind, "here, each token's own weight decides whether it counts.")
+        recipe.lose(f"{name}level", level or kind, "here, each token's own weight decides whether the token counts.")
     if gating not in (None, "ratio"):
-        recipe.lose(f"{name}gating", gating, "here, the ratio of probabilities decides; set the thresholds anew.")
+        recipe.lose(f"{name}gating", gating, "here, the ratio of probabilities decides; choose new thresholds.")
 
 
 def adapters(theirs: Theirs, recipe: Recipe) -> None:

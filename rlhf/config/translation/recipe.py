@@ -76,15 +76,15 @@ class Theirs:
         """Return `take(*names)`. Raise UserError if the value is a list, a mapping or a number."""
         value = self.take(*names)
         if value is not None and not isinstance(value, str | bool):
-            raise UserError(f"{names[0]}={value}: must be a text. {_REPLACE}")
+            raise UserError(f"{names[0]}={value}: must be a string. {_REPLACE}")
         return value
 
     def texts(self, *names: str) -> list[str]:
-        """Return `take(*names)` as a list of texts. Raise UserError for any value but a text or a list of texts."""
+        """Return `take(*names)` as a list of strings. Raise UserError unless it is None, a string or a list of them."""
         value = self.take(*names)
         found = [value] if isinstance(value, str) else [] if value is None else value
         if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-            raise UserError(f"{names[0]}={value}: must be a list of texts. {_REPLACE}")
+            raise UserError(f"{names[0]}={value}: must be a list of strings. {_REPLACE}")
         return found
 
     def take_section(self, prefix: str) -> list[str]:
@@ -103,7 +103,7 @@ class Recipe:
     unknown: dict[str, Any] = field(default_factory=dict)
     """Settings without an equivalent here."""
     needless: list[str] = field(default_factory=list)
-    """Names that need no setting here."""
+    """The other trainer's settings that are not needed here."""
     code: dict[str, Any] = field(default_factory=dict)
     """Settings that the recipe lacks because they run code."""
 
@@ -209,7 +209,7 @@ def _wrong(key: str, value: Any) -> str | None:
 
 @cache
 def _schema() -> Any:
-    """Return a configuration whose settings accept values of their types only."""
+    """Return a configuration that rejects values of a wrong type."""
     return OmegaConf.structured(Config)
 
 

@@ -35,14 +35,14 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-"""Matches what decides where a command ends. `<name>` is no redirection but a gap that the reader is to fill in."""
+"""Matches the tokens that decide where a command ends. `<name>` is not a redirection but a placeholder to fill in."""
 
 
 def commands_of(script: str) -> list[list[str]]:
     """Return the words of each command of a script, without comments, redirections, `$@` and `$*`.
 
     A command ends at `|`, `;`, `&` (so also at `&&` and `||`), or at the end of its line; `\\` continues a line.
-    Assignments are no commands.
+    Assignments are not commands.
     Variables that the script sets, their defaults (`${N:-8}`) and arithmetic with integers (`$((2 * N))`) are replaced
     by their values.
     Other variables become interpolations of the environment: `$HOME/data` is `${oc.env:HOME}/data`.
@@ -61,7 +61,7 @@ def commands_of(script: str) -> list[list[str]]:
 
 
 def _marked(token: re.Match[str]) -> str:
-    """Return the text for `token`: NUL, which no script contains, for the end of a command."""
+    """Return the replacement of `token`: NUL ends a command, a space replaces a comment or redirection."""
     if token["kept"]:
         return _CONTINUED.sub(" ", token["kept"])
     return "\0" if token["end"] else " "

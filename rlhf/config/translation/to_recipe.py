@@ -31,7 +31,7 @@ RUNS_CODE = (
     "tracking.alerts.",
     "trainer.callback",
 )
-"""First parts of settings that run code, or give code more rights. A translated file must not set them unnoticed."""
+"""Prefixes of settings that run code, or give code more rights. A translation must not set them unnoticed."""
 _MAY_NAME_FILE = ("actor.policy_loss.loss_mode", "algorithm.adv_estimator")
 _CODE_OF_VLLM = re.compile(r"trust_remote_code|.*_cls|.*plugin.*|.*processors|middleware")
 
@@ -51,7 +51,7 @@ def translate(trainer: str, settings: Mapping[str, Any]) -> Recipe:
     theirs, recipe = Theirs(given, defaults), Recipe()
     CONVERSIONS[trainer](theirs, recipe)
     for name, value, used in theirs.clashes:
-        recipe.lose(name, value, f"{used} sets the same, and the recipe has its value.")
+        recipe.lose(name, value, f"{used} is another name of this setting, and the recipe has the value of {used}.")
     # Translate the file's settings before the defaults, which may have another name for the same setting.
     for name in sorted(theirs.left, key=lambda name: name not in named):
         if name in named or _key(trainer, name) not in recipe.settings:
@@ -106,8 +106,11 @@ def _switches_off(name: str, value: Any) -> bool:
 
 
 def _key(trainer: str, name: str) -> str:
-    """Return our name for a setting of `trainer`: from its table of names, or from another trainer's table, or else our
-    only name with the same last part. Return the unchanged name if no rule finds a name."""
+    """Return our name for a setting of `trainer`, or `name` unchanged if we have none.
+
+    Search this trainer's table of names, then the tables of the other trainers. Then, for a name without dots, use our
+    only name with this last part.
+    """
     tables = other_trainers()
     found = tables.names[trainer].get(name) or tables.settings.get(name)
     if found is None and "." not in name:

@@ -11,7 +11,7 @@ AGGREGATIONS = {
     "dapo": "token-mean",
     "bnpo": "token-mean",
 }
-"""TRL's loss types that differ only in how they aggregate token losses -> our `actor.loss_agg_mode`."""
+"""Maps TRL's loss types that differ only in the aggregation of token losses to our `actor.loss_agg_mode`."""
 ENTRIES = ("dr_grpo", "cispo", "sapo")
 """TRL's loss types that are entries of our group `algorithm`, under the same names."""
 REWARDS = {"accuracy_reward": "math_verify"}
@@ -91,12 +91,12 @@ def _batches(theirs: Theirs, recipe: Recipe) -> None:
     steps = theirs.number("steps_per_generation", least=1)
     per_step = generated or samples * devices * (steps or accumulated)
     if generated and steps:
-        recipe.lose("steps_per_generation", steps, "generation_batch_size sets the same.")
+        recipe.lose("steps_per_generation", steps, "generation_batch_size already sets the size of a generation.")
     _count_training_steps(theirs, max(1, per_step // per_update) * (theirs.left.get("num_iterations") or 1))
     name = "per_device_train_batch_size"
     if per_step % of_prompt or per_update % of_prompt:
         wrong = per_step if per_step % of_prompt else per_update
-        recipe.lose(name, samples, f"{wrong} samples are not whole groups of num_generations={of_prompt}.")
+        recipe.lose(name, samples, f"{wrong} samples are not a multiple of num_generations={of_prompt}.")
     recipe.set("rollout.n", of_prompt, "num_generations")
     recipe.set("data.train_batch_size", max(1, per_step // of_prompt), name)
     recipe.set("actor.ppo_mini_batch_size", max(1, min(per_step, per_update) // of_prompt), name)
@@ -115,7 +115,11 @@ def _batches(theirs: Theirs, recipe: Recipe) -> None:
         recipe.lose("max_prompt_length", None, why)
     recipe.set("actor.ppo_max_token_len_per_gpu", samples * (response + (prompt or UNSET_PROMPT)), name)
     if given is None:
-        recipe.lose("num_processes", None, "the batch is that of one device; multiply it by your number of devices.")
+        why = (
+            "the batch sizes are for one device. Multiply data.train_batch_size and actor.ppo_mini_batch_size by your "
+            "number of devices."
+        )
+        recipe.lose("num_processes", None, why)
     else:
         machines = theirs.left.get("num_machines")
         machines = machines if isinstance(machines, int) and machines > 0 else 1

@@ -86,7 +86,7 @@ def _micro_batches(theirs: Theirs, recipe: Recipe) -> None:
         if samples is not None:
             recipe.set(budget, int(samples * sum(lengths)), shown)
         if of_rank and of_all:
-            recipe.lose(name, of_all, f"{name}_per_gpu sets the same.")
+            recipe.lose(name, of_all, f"{name}_per_gpu replaces it.")
 
 
 def _prompts(theirs: Theirs, recipe: Recipe) -> None:
@@ -135,8 +135,8 @@ def _rewards(theirs: Theirs, recipe: Recipe) -> None:
 def _reward_model(theirs: Theirs, recipe: Recipe, function: str | None) -> bool:
     """Set the path of verl's reward model, and return whether the model scores.
 
-    verl never adds scores: a reward model replaces the verifier, and a `function` of the user replaces both (verl's
-    managers before the reward loop took the model's score alone).
+    verl never adds scores: a reward model replaces the verifier, and a `function` of the user replaces both. (In older
+    releases, without the reward loop, a reward model replaced the function, too.)
     """
     enabled = theirs.take("reward_model.enable", "reward.reward_model.enable")
     models = ("reward_model.model.path", "reward.reward_model.model_path")
@@ -158,7 +158,7 @@ def _reward_model(theirs: Theirs, recipe: Recipe, function: str | None) -> bool:
 
 
 def _reward_arguments(theirs: Theirs, sections: Sequence[str]) -> dict[str, Any]:
-    """Take the arguments of the reward function, which the names of settings contain."""
+    """Remove all settings `SECTION.reward_kwargs.NAME`, and return them as arguments of the reward function."""
     found: dict[str, Any] = {}
     for prefix in (f"{section}.reward_kwargs." for section in sections):
         for name in [each for each in theirs.left if each.startswith(prefix)]:
@@ -179,7 +179,7 @@ def _engine(theirs: Theirs, recipe: Recipe) -> None:
         recipe.needless += theirs.drop("rollout.tensor_model_parallel_size")
     else:
         recipe.groups["rollout"] = "vllm"
-        recipe.lose("rollout.name", name, "rollout=vllm is the engine on the trainer's devices.")
+        recipe.lose("rollout.name", name, "the recipe has rollout=vllm, the engine that shares the trainer's devices.")
     set_sleep(theirs.take("rollout.free_cache_engine"), "rollout.free_cache_engine", recipe)
     recipe.needless += theirs.drop("rollout.prompt_length", "rollout.response_length")
     recipe.needless += theirs.drop("ref.strategy", "critic.strategy", "ref.fsdp_config.strategy")
@@ -213,7 +213,7 @@ def _schedule(theirs: Theirs, recipe: Recipe) -> None:
         recipe.needless += theirs.drop(f"{of_optim}total_training_steps")
         if steps is not None and steps >= 0:
             if share:
-                recipe.lose(f"{of_optim}lr_warmup_steps_ratio", share, f"{of_optim}lr_warmup_steps sets the same.")
+                recipe.lose(f"{of_optim}lr_warmup_steps_ratio", share, f"{of_optim}lr_warmup_steps replaces it.")
             recipe.set(f"{of_optim}lr_warmup_steps", steps, f"{of_optim}lr_warmup_steps")
         elif share:
             why = f"set {of_optim}lr_warmup_steps to this share of the run's training steps."
@@ -244,6 +244,6 @@ def set_loggers(wanted: Sequence[str], name: str, recipe: Recipe) -> None:
 
 def set_sleep(sleeps: bool | None, name: str, recipe: Recipe) -> None:
     """Set `rollout.sleep_level` for the other trainer's `name`. None (not in the file) sets nothing: sleep changes no
-    result, and a recipe with `sleep_level=0` would end a rehearsal with rollout=embedded by an error."""
+    result, and with `sleep_level=0` the recipe could not be tried on a CPU with rollout=embedded."""
     if sleeps is not None:
         recipe.set("rollout.sleep_level", 2 if sleeps else 0, name)

@@ -39,7 +39,7 @@ ALLOWED: dict[str, Any] = {
     "torch.serialization._get_layout": torch.serialization._get_layout,
     "collections.OrderedDict": OrderedDict,
 }
-"""Classes that a `.metadata` may create, besides torch's dtypes (`torch.float32`)."""
+"""Classes that the pickle in `.metadata` may use, besides torch's dtypes (such as `torch.float32`)."""
 UNREAD = (
     "pathlib.PosixPath",
     "pathlib._local.PosixPath",
@@ -113,7 +113,7 @@ class DcpFolder:
         for name, info in self.tensors.items():
             stored = sum(item.length for item in self._items.get(name, {}).values())
             if info.nbytes > stored:
-                raise ValueError(f"{name} has the shape {info.shape}, but {stored} bytes")
+                raise ValueError(f"{name} has the shape {info.shape}, but only {stored} bytes")
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of the flattened (row-major) tensor `name`, 1-D."""
@@ -220,7 +220,7 @@ class _RestrictedUnpickler(pickle._Unpickler):
     def _build(self) -> None:
         made = self.stack[-2]  # type: ignore[attr-defined]
         if callable(made) or isinstance(made, Enum):  # the whole process shares this object, unlike an instance
-            raise DamagedCheckpoint(f"it sets attributes of {made}")
+            raise DamagedCheckpoint(f"the pickle sets attributes of {made}")
         self.load_build()  # type: ignore[attr-defined]
 
     dispatch[pickle.BUILD[0]] = _build

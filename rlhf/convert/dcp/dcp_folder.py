@@ -29,7 +29,7 @@ def write_dcp_folder(
 
     Parameters are top-level entries under their transformers names; the moments are `optimizer.state.NAME.exp_avg`,
     `.exp_avg_sq` and `.step`, as torch flattens them (`flatten_optimizer_state_dict`). `dtype` (float32, ...) converts
-    the weights, not the moments; None keeps each dtype. Config and tokenizer are copied if they are known.
+    the weights, not the moments; None keeps each dtype. Also copies config and tokenizer if `source` has them.
     """
     saved = as_dcp(source, dtype, moments)
     written = []

@@ -24,7 +24,7 @@ from rlhf.storage.files import WrittenFile, write_file
 from rlhf.storage.hf_layout import SHARD_BYTES
 
 CHUNK_BYTES = 256 << 20
-"""Maximum bytes of a chunk with several rows: a loading rank reads whole chunks into memory."""
+"""Maximum bytes of a chunk with several rows; limited because a loading rank reads whole chunks into memory."""
 VERSION = "1.0.0"
 OBJECTS = "__1_0.distcp"
 

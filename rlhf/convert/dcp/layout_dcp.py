@@ -1,4 +1,4 @@
-"""Reads folders of torch.distributed.checkpoint: torchtitan's, accelerate's FSDP, prime-rl's and other programs'.
+"""Reads torch.distributed.checkpoint folders that torchtitan, accelerate with FSDP, prime-rl and others save.
 
 Two kinds are recognised: `.metadata` with `*.distcp` files, and the safetensors of HuggingFaceStorageWriter's ranks.
 The state dict may be nested (`model`, `optimizer`), or flat with the model at its top, as torchtitan saves it.
@@ -76,7 +76,7 @@ def _is_save(folder: Path) -> bool:
 
 
 def _folders(origin: Origin) -> tuple[Path, Path | None] | None:
-    """Return the model's folder, and the optimizer's folder if there is one; None without a save.
+    """Return the model's folder, and the optimizer's folder if there is one; None if there is no save.
 
     Raises UserError for an unknown tag.
     """
@@ -198,8 +198,10 @@ def _renamed_from_torchtitan(
 
 
 def _progress(folder: DcpFolder, beside: Path, updates: int | None) -> TrainedSoFar:
-    """Return the step and schedule of torchtitan or prime-rl, or else of transformers' Trainer, whose files are in the
-    folder `beside`."""
+    """Return the step and the schedule.
+
+    They are entries of `folder` (torchtitan, prime-rl), or else in the files of transformers' Trainer in `beside`.
+    """
     trainer = progress_of(beside)
     step = trainer.step
     for key in [key for key, path in folder.paths.items() if path[-2:] in STEPS]:

@@ -8,7 +8,7 @@ from typing import Any
 from rlhf.errors import UserError
 
 EMBEDDING = "tok_embeddings.weight"
-"""A tensor that every torchtitan language model has, and no transformers model."""
+"""A tensor that every torchtitan language model has, but no transformers model has."""
 TOP = {
     EMBEDDING: "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -31,8 +31,8 @@ LAYER = {
 TABLES = ("freqs_cis", "rope_cache")
 """Rotary embedding tables, which older torchtitan releases save and transformers computes."""
 MODELS = {"llama": True, "qwen3": False}
-"""`model_type` in config.json -> whether torchtitan rotates pairs of neighbouring rows, as Meta does. transformers
-rotates row i of a head's first half with row i of its second half."""
+"""Maps `model_type` in config.json to whether torchtitan applies rotary embeddings to pairs of neighbouring rows, as
+Meta does. transformers pairs row i of a head's first half with row i of its second half."""
 
 
 def to_transformers(name: str, config: Mapping[str, Any], where: Path) -> str | None:

@@ -39,8 +39,8 @@ ALLOWED: Allowed = [
 
 
 def find_save(origin: Origin) -> Path | None:
-    """Return the folder of the save: `origin` itself, its tag, or the tag in `latest`; None without a save. Raises
-    UserError if the selected save is missing, or no save is selected."""
+    """Return the folder of the save: `origin` itself, its tag, or the tag in `latest`; None if there is no save.
+    Raises UserError if the selected save is missing, or no save is selected."""
     if origin.tag is None and _is_save(origin.path):
         return origin.path
     tags = sorted(path.name for path in origin.path.iterdir() if path.is_dir() and _is_save(path))
@@ -106,13 +106,13 @@ def check_no_others(save: Path, pattern: str, ranks: int) -> None:
         ranks = min(ranks, 1)
     for rank, path in files.items():
         if rank >= ranks:
-            raise UserError(f"{save} needs {ranks} files {pattern}. Remove {path.name} of an earlier save.")
+            raise UserError(f"{save} has {ranks} files {pattern}, and {path.name} is from another save. Remove it.")
 
 
 def open_all(save: Path, pattern: str, world_size: int) -> list[dict[str, Any]]:
-    """Load the files that match `pattern`, rank by rank.
+    """Load the files that match `pattern`, in the order of the ranks.
 
-    Raises UserError that names the missing files, or a file of another save.
+    Raises UserError for missing files, or for a file of another save; the message names the files.
     """
     files = files_by_rank(save, pattern)
     if missing := [rank for rank in range(world_size) if rank not in files]:

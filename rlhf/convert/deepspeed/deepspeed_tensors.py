@@ -113,7 +113,7 @@ def _stage_0(states: Mapping[str, Any]) -> Assembled:
 
 def _in_order(made: Assembled, shapes: Shapes, masters: list[Piece]) -> bool:
     """Return whether `masters`, the float32 weights, are in the order of `shapes`: compare some elements of each with
-    the model's weights. Return False without masters, because nothing else shows the order."""
+    the model's weights. Return False if there are no masters, because nothing else shows the order."""
     at = 0
     for name, shape in shapes.items():
         stored = made.tensors[name].read(0, min(math.prod(shape), SAMPLE))
@@ -145,7 +145,7 @@ def _stages_1_and_2(save: Path, states: Mapping[str, Any], ranks: Sequence[Mappi
 
 
 def _check_order(save: Path, groups: Sequence[Shapes], ranks: Sequence[Mapping[str, Any]], config: Any) -> None:
-    """Raise DamagedCheckpoint if a rank's file lists other parameters than the rank's partition has."""
+    """Raise DamagedCheckpoint if the parameters that a rank's file lists are not those in the rank's partition."""
     # With round_robin_gradients the files list the parameters in another order than the partition has.
     if not isinstance(config, dict) or config.get("zero_optimization", {}).get("round_robin_gradients"):
         return
@@ -161,8 +161,8 @@ def _check_order(save: Path, groups: Sequence[Shapes], ranks: Sequence[Mapping[s
             present = {name for name, (first, last) in ranges.items() if first < end and begin < last}
             if "param_slice_mappings" in rank and present != rank["param_slice_mappings"][group].keys():
                 raise DamagedCheckpoint(
-                    f"{save}: the optimizer states of rank {number} have other parameters: the file is another rank's "
-                    "or another save's. Copy it again, or set another --tag."
+                    f"{save}: the optimizer states of rank {number} have the wrong parameters: the file belongs to "
+                    "another rank or another save. Copy it again, or set another --tag."
                 )
             begin = end
 
@@ -228,7 +228,7 @@ def _add_consecutive(
 
 
 def _moments(ranks: Sequence[Mapping[str, Any]], group: int) -> tuple[dict[str, list[Piece]], Any]:
-    """Return the flat moments of a group and its step count; empty when a rank lacks them."""
+    """Return the flat moments of a group and its step count; ({}, None) if a rank lacks a moment."""
     states: list[Mapping[str, Any]] = []
     for rank in ranks:
         inner = rank.get("base_optimizer_state") or rank.get("optimizer_state_dict") or {}

@@ -59,7 +59,7 @@ def _in_memory(step: Tensor) -> FunctionTensor:
 
 def _progress(states: Mapping[str, Any], beside: Path) -> TrainedSoFar:
     """Return steps and schedule. DeepSpeed's own schedules count from the first batch, as torch's do. If the engine has
-    no schedule, the Trainer of transformers saves its schedule beside the saves."""
+    no schedule, transformers' Trainer may have saved its own schedule in the folder of the saves."""
     steps = int(states["global_steps"])
     schedule = states.get("lr_scheduler")
     if schedule and "last_batch_iteration" in schedule:

@@ -22,7 +22,7 @@ class _Nested(StandIn):
 
 
 def _nested(_owner: Any, _name: str) -> type[_Nested]:
-    """Return a stand-in. Replaces `getattr`, by which Python 3.11 pickles nested classes and enum members."""
+    """Return a stand-in. Replaces `getattr`, which pickles of Python 3.11 call for nested classes and enum members."""
     return _Nested
 
 
@@ -117,11 +117,11 @@ def missing_among(paths: list[Path]) -> str:
 
 
 def check_no_others(folder: Path, world_size: int) -> None:
-    """Raise UserError if `folder` also has a file of a save by another number of ranks."""
+    """Raise UserError if `folder` also has a file of a save with another number of ranks."""
     for path in sorted(folder.iterdir()):
         match = RANK_FILE.fullmatch(path.name)
         if match and (int(match[1]) != world_size or int(match[2]) >= world_size):
-            raise UserError(f"{folder} was saved by {world_size} ranks. Remove {path.name} of another save.")
+            raise UserError(f"{folder} was saved by {world_size} ranks, but {path.name} by another save. Remove it.")
 
 
 def open_ranks(folder: Path, world_size: int) -> list[dict[str, Any]]:

@@ -62,10 +62,12 @@ def open_source(origin: Origin) -> NamedTensors:
     contents = Contents({}, model_files=model_files, progress=_progress(folder, world_size))
     if contents.progress.schedule is None:
         contents.absent.append(f"the learning rate schedule: no {EXTRA} file has one")
-    contents.absent.append("the place in the data and the state of the algorithm: only verl's loader reads its data.pt")
+    contents.absent.append(
+        "the position in the training data and the state of the algorithm: only verl can read its data.pt"
+    )
     tensors = _tensors(folder, ranks)
     if adapters.is_adapted(tensors):
-        contents.absent.append("the optimizer's moments: they are of an adapter")
+        contents.absent.append("the optimizer's moments: they belong to the adapter's weights")
         return NamedTensors(NAME, _adapted(folder, origin, tensors, contents), {}, contents)
     tied = _tied(ranks[0], model_files)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in tied}
@@ -166,7 +168,7 @@ def _adapter_config(folder: Path, factors: Mapping[str, Any], origin: Origin) ->
         rank, alpha = int(meta["r"]), int(meta["lora_alpha"])
     except FileNotFoundError:
         raise UserError(
-            f"{folder} lacks {LORA_META} with the adapter's scale. Write it with the numbers of the training, such as "
+            f"{folder} lacks {LORA_META} with the adapter's scale. Write it with the values of the old run, such as "
             '{"r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM"}.'
         ) from None
     except (DamagedCheckpoint, ValueError, KeyError, TypeError):

@@ -22,7 +22,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 CARD = "README.md"
 SILENCE_S = 300.0
-"""A request fails after this many seconds without an answer, or without bytes that the Hub accepts."""
+"""A request fails if the Hub sends no answer, or accepts no bytes, for this many seconds."""
 WAITS_S = (1.0, 5.0, 20.0)
 """Seconds before each retry after an error that may pass. Within each try, the Hub's client also retries."""
 FILES_AT_A_TIME = 4
@@ -153,7 +153,7 @@ def _with_retries(action: Callable[[], T]) -> T:
         except Exception as error:
             if not _is_transient(_root(error)):
                 raise
-            log.warning("The Hub: %s. Next try in %g s.", _describe(_root(error)), wait_s)
+            log.warning("The request to the Hub failed: %s. Next try in %g s.", _describe(_root(error)), wait_s)
             time.sleep(wait_s)
     return action()
 
@@ -206,7 +206,7 @@ def _default_client() -> Any:
 
 
 def _root(error: BaseException) -> BaseException:
-    """Return the cause of a transfer thread's RuntimeError, whose own text only names the file; else return `error`."""
+    """Return the cause of a transfer thread's RuntimeError, which itself only names the file; else return `error`."""
     return error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ is not None else error
 
 

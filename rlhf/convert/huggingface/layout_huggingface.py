@@ -42,13 +42,13 @@ def open_source(origin: Origin) -> SafetensorsFolder | NamedTensors:
 
 
 def open_pickles(path: Path, listed: Mapping[str, list[str] | None], model_files: Path) -> NamedTensors:
-    """Open files of `torch.save`, of which only ranges are read."""
+    """Open files of `torch.save`. Tensors are read later, in ranges."""
     tensors: dict[str, StoredTensor] = {}
     files: dict[str, str] = {}
     for file in listed:
         found = open_torch_file(path / file)
         if not isinstance(found, dict) or not all(isinstance(tensor, StoredTensor) for tensor in found.values()):
-            raise UserError(f"{path / file} does not contain named tensors only.")
+            raise UserError(f"{path / file} contains more than named tensors. Save the model with save_pretrained.")
         tensors, files = tensors | found, files | dict.fromkeys(found, file)
     compare_with_index(path, listed, files)
     return NamedTensors(NAME, tensors, {}, Contents({}, model_files=model_files, absent=list(ABSENT)))

@@ -46,11 +46,12 @@ def recognises(origin: Origin) -> bool:
 def open_source(origin: Origin) -> NamedTensors:
     """Open a checkpoint. Raises UserError for missing weights, and for an adapter without `--adapter`."""
     path = origin.path
-    contents = Contents({}, progress=progress_of(path), absent=["the place in the data and the state of the algorithm"])
+    absent = ["the position in the training data and the state of the algorithm"]
+    contents = Contents({}, progress=progress_of(path), absent=absent)
     if contents.progress.schedule is None:
         contents.absent.insert(0, f"the learning rate schedule: no {SCHEDULE}")
     if (path / ADAPTER_CONFIG).is_file():
-        contents.absent.insert(0, "the optimizer's moments: they are of an adapter")
+        contents.absent.insert(0, "the optimizer's moments: they belong to the adapter's weights")
         return NamedTensors(NAME, _adapted(path, origin, contents), {}, contents)
     source = layout_huggingface.open_source(Origin(path, model_files=origin.model_files))
     tensors = tensors_of(source)
@@ -59,7 +60,7 @@ def open_source(origin: Origin) -> NamedTensors:
 
 
 def progress_of(path: Path) -> TrainedSoFar:
-    """Return step and schedule from the Trainer's files in `path`; DeepSpeed and FSDP saves have these files, too."""
+    """Return step and schedule from the Trainer's files in `path`. Its saves with DeepSpeed or FSDP have them, too."""
     step, schedule = None, None
     if (path / STATE).is_file():
         step = _json(path / STATE).get("global_step")

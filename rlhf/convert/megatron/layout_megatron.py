@@ -58,7 +58,7 @@ def recognises(origin: Origin) -> bool:
 
 
 def open_source(origin: Origin) -> NamedTensors:
-    """Open the model of all ranks; raises UserError that names a rank without folder or file."""
+    """Open the model from the files of all ranks. Raises UserError for a rank without folder or file, and names it."""
     folder = find_folder(origin, _has_ranks)
     if folder is None:
         raise UserError(

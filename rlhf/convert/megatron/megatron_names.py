@@ -111,7 +111,9 @@ def _missing(model: MegatronModel, where: Path, name: str, files: Path) -> str:
 def as_megatron(
     model: MegatronModel, source: TensorSource, *, rank: int = 0, ranks: int = 1, vocabulary: int | None = None
 ) -> dict[str, JoinedTensor]:
-    """Return the tensors of tensor parallel rank `rank` by Megatron's names; `vocabulary`: its rows, with padding.
+    """Return the tensors of tensor parallel rank `rank` by Megatron's names.
+
+    `vocabulary` is the number of rows of embedding and output layer over all ranks, with padding; None adds no padding.
     Raises UserError when `source` lacks a tensor of the model, or has a tensor in another shape or one that the model
     lacks."""
     tensors: dict[str, JoinedTensor] = {}

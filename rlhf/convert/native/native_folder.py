@@ -29,7 +29,7 @@ from rlhf.storage.layout import DRIVER_STATE, HF_FOLDER, SCHEDULE
 
 @dataclass(frozen=True)
 class RolePlan:
-    """One model to write: its source, the trainer's names for its tensors, its Hugging Face folder."""
+    """One model to write: its source, the trainer's names for its tensors, and the plan of its Hugging Face folder."""
 
     path: Path
     source: TensorSource
@@ -117,7 +117,7 @@ def _write_role(
         if lacking:
             done.absent.append(f"{role}: moments of {len(lacking)} weights, such as {lacking[0]}, which begin at zero")
     if (position := _position(source)) is not None:
-        # A load uses only these fields. The rates and the form of the schedule are settings of the new run.
+        # A load uses only these fields. The new run's settings determine the rates and the shape of the schedule.
         schedule = {"last_epoch": position, "_step_count": position + 1}
         steps = {"optimizer_step": position, "training_step": done.manifest.step}
         files.append(write_json(root, f"{role}/{SCHEDULE}", {"lr_scheduler": schedule, "steps_taken": steps}))

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     from rlhf.models.hf.source import Origin
 
     only = arguments.only or [DOCUMENTS, WEIGHTS, MOMENTS]
-    # A native checkpoint needs no model files here. Its own folder stands in for them: `model.path` may be gone.
+    # A native checkpoint needs no model files here. Give its own folder, because the folder `model.path` may be gone.
     given = arguments.hf_model_path
     origins = [Origin(p, given or (p if recognises(Origin(p)) else None)) for p in (arguments.a, arguments.b)]
     values: dict[str, list[ValueDifference]] = {}

@@ -37,7 +37,7 @@ def add_origin_options(parser: argparse.ArgumentParser, *, required: bool = Fals
     parser.add_argument(
         "--role",
         default="actor",
-        help="model to read: actor (default), critic, or ref, the moving reference of a native checkpoint",
+        help="model to read: actor (default), critic, or ref, the reference of a native run with ref.update_freq",
     )
     parser.add_argument(
         "--is-value-model", action="store_true", help="the model has a value head, one number per token"

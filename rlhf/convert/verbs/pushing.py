@@ -72,7 +72,7 @@ def _push_folder(arguments: argparse.Namespace) -> tuple[str, str]:
 
 
 def _push_checkpoint(arguments: argparse.Namespace) -> tuple[str, str]:
-    """Merge into a scratch folder; after a kill the next push removes the folder."""
+    """Merge into a scratch folder, and upload it. If this process is killed, the next push removes the folder."""
     from contextlib import closing
 
     from rlhf.checkpoint.export.layout_native import NAME as NATIVE

@@ -38,7 +38,7 @@ def _run(argv: list[str]) -> int:
     if arguments.env_from_secret:
         for name in _VARIABLE.findall(" ".join(arguments.overrides)):
             os.environ.setdefault(name, "set in the pod")
-    # The image has vLLM, whatever this machine has.
+    # Assume that vLLM can be used: the image has vLLM, even if this machine does not.
     run = checked_elsewhere(arguments.overrides, arguments.config_dir, Machine(1, None), SECRET_REMEDY)
     t = run.config.trainer
     check_run_dir(t)
@@ -100,7 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--claim", type=_object_name, required=True, metavar="NAME", help="PersistentVolumeClaim to mount at /work"
     )
-    parser.add_argument("--name", type=_name, metavar="NAME", help="name (default: rlhf- and the experiment's name)")
+    parser.add_argument(
+        "--name", type=_name, metavar="NAME", help="name of the Job or JobSet (default: rlhf- and the experiment name)"
+    )
     parser.add_argument("--namespace", type=_name, metavar="NAME", help="namespace (default: kubectl's)")
     parser.add_argument(
         "--env-from-secret",

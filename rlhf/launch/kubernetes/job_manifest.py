@@ -1,8 +1,8 @@
 """Writes the manifest of a run: a Job for one machine, a JobSet for several.
 
-Exit codes decide: after 75 the run starts again without limit, after 2 it ends, other codes mean failures. In a Job,
-the supervisor restarts crashed ranks, so few pods fail, and Kubernetes replaces the pod. In a JobSet every failed pod
-fails the Job of all pods, and JobSet (0.10 or later) starts all pods again.
+A pod's exit code decides what follows. After 75 the run starts again, any number of times. After 2 the run ends. Other
+codes count as failures. In a Job, the supervisor restarts crashed ranks, so pods rarely fail, and Kubernetes replaces a
+failed pod. In a JobSet, one failed pod fails the Job of all pods, and JobSet (0.10 or later) starts all pods again.
 """
 
 import re
@@ -21,11 +21,11 @@ from rlhf.ranks.world import LOCAL_WORLD_SIZE
 
 SHM_SIZE = "8Gi"
 POD_FAILURES = 3
-"""Default for failed pods of a Job, whose supervisor restarts ranks itself."""
+"""Default of --backoff-limit for a Job: the number of failed pods to replace."""
 WORK = "/work"
 """Working directory of the images."""
 CONTAINER, NODES = "train", "node"
-"""Names of the container, and of the Job in a JobSet."""
+"""Names of the container in a pod, and of the Job in a JobSet."""
 MASTER_PORT = 29500
 LAUNCH_NAME = "kubernetes-$(LAUNCH_UID)"
 """Value of LAUNCH. Kubernetes replaces the variable in it."""
@@ -76,7 +76,7 @@ def manifest(pod: Pod, trainer: TrainerConfig, name: str, namespace: str | None,
 
 
 class _Quoting(yaml.SafeDumper):
-    """Quotes texts such as 1e3, which kubectl reads as numbers and PyYAML's rules do not."""
+    """Quotes strings such as 1e3, which kubectl reads as numbers but PyYAML does not."""
 
 
 _Quoting.add_implicit_resolver(
@@ -120,8 +120,8 @@ def _jobset_spec(pod: Pod, trainer: TrainerConfig, name: str, restarts: int) -> 
         "network": {"enableDNSHostnames": True, "subdomain": name},
         "failurePolicy": {
             "maxRestarts": restarts,
-            # The first rule of the Job's policy is about mistakes, the others about stops. The message of a failed Job
-            # ends with the number of the rule.
+            # The first rule of the Job's policy matches user errors, the others match stops. The message of a failed
+            # Job ends with the number of the rule that matched.
             "rules": [
                 {"name": "mistake", "action": "FailJobSet", **reason, "onJobFailureMessagePatterns": ["index 0$"]},
                 {"name": "stopped", "action": "RestartJobSetAndIgnoreMaxRestarts", **reason},

@@ -23,7 +23,8 @@ from rlhf.ranks.world import LOCAL_WORLD_SIZE
 INDEX = "JOB_COMPLETION_INDEX"
 COMMAND = (sys.executable, "-m", "rlhf.train")
 CRASH_WAIT_S = 10.0
-"""Seconds from a crash to the end of the pod: a user error on another pod ends the run only if that pod ends first."""
+"""Seconds to wait after a crash before the pod ends, because a user error on another pod ends the run only if that pod
+ends first."""
 CODES = {
     Ending.DONE: EXIT_DONE,
     Ending.USER_ERROR: EXIT_USER_ERROR,
@@ -34,7 +35,7 @@ _LOOK_S = 0.1
 
 
 class PodRanks:
-    """Starts the ranks of this pod, passes stop signals on to them, and waits for their ends."""
+    """Starts the ranks of this pod, passes stop signals on to the ranks, and waits until they end."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         number, first = int(environ[LOCAL_WORLD_SIZE]), int(environ[INDEX]) * int(environ[LOCAL_WORLD_SIZE])

@@ -1,4 +1,4 @@
-"""Passes what the ranks print, and their progress, through the supervisor."""
+"""Reads the ranks' output and progress from pipes, and shows both from the supervisor's process."""
 
 import os
 import selectors
@@ -13,7 +13,7 @@ from rlhf.tracking.run_output import RunOutput
 _READ_BYTES = 1 << 16
 _LONGEST_LINE = 1 << 16
 _STOP = b"stop"
-# Limit of the reads that empty the pipes. Full pipes need fewer, but orphans of dead ranks may print forever.
+# Largest number of reads of `drain`. Full pipes need fewer reads, but processes of dead ranks may print forever.
 _DRAIN_READS = 64
 
 

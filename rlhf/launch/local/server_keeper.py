@@ -20,7 +20,7 @@ class ServerKeeper:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> dict[str, str]:
-        """Start the process unless it runs, or replace a process that a signal or a debugger has stopped.
+        """Start the process if it does not run, and replace it if SIGSTOP or a debugger has stopped it.
 
         Return the environment variable with which ranks find the socket of the process.
         """

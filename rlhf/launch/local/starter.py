@@ -69,7 +69,7 @@ class LocalStarter:
     If a launcher ends, its ranks die with it, and the next `start` starts a new launcher.
 
     Args:
-        output: receives what the ranks print; None leaves them this process's stdout and stderr.
+        output: receives what the ranks print; with None, they print to this process's stdout and stderr.
         expected: False if the run seems finished: the launcher then starts only when ranks are needed after all.
     """
 
@@ -135,7 +135,7 @@ class LocalStarter:
             ranks = self._fork(self._launcher, command, stop)
             if ranks is not None or stop.signal_name is not None:
                 return ranks
-            wait_for_ranks(self._run_dir)  # the launcher may have forked some ranks before it was stopped
+            wait_for_ranks(self._run_dir)  # the launcher may have forked some ranks before it was given up
         log.info("The ranks start as new processes, without a launcher: %s.", self._no_fork_reason)
         return PlainRanks(command, self._trainer.ranks, self._variables, self._run_dir, self._output)
 
@@ -163,11 +163,11 @@ class LocalStarter:
             if looks >= _STOPPED_LOOKS:
                 self._give_up(launcher, "it is stopped, as by SIGSTOP or a debugger")
             elif time.monotonic() > end:
-                self._give_up(launcher, f"its imports take more than {timeout_s:g} s")
+                self._give_up(launcher, f"its imports took more than trainer.watchdog_first_timeout_s={timeout_s:g}")
         return None
 
     def _give_up(self, launcher: LauncherProcess, problem: str) -> None:
-        self._no_fork_reason = f"the launcher must not fork them, because {problem}"
+        self._no_fork_reason = f"the launcher cannot fork the ranks, because {problem}"
         launcher.close()
         self._launcher = None
 
@@ -208,7 +208,7 @@ def _no_fork_reason(trainer: TrainerConfig, rollout: RolloutConfig) -> str | Non
 
 
 def _modules(trainer: TrainerConfig, data: DataConfig, backend: BackendConfig) -> list[str]:
-    """Return the modules to import before the fork: slow to import, and without threads of their own."""
+    """Return the modules that the launcher imports before it forks: slow imports that start no threads."""
     modules = ["rlhf.worker"]
     if data.train_files is None:
         modules.append("reasoning_gym")

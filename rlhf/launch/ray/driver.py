@@ -54,7 +54,7 @@ def run_on_ray(config: Config, recipes: Sequence[str]) -> int:
     try:
         # The folder is for files of Ray's controller, which runs on this machine.
         with tempfile.TemporaryDirectory(prefix="rlhf-ray-") as files, StopRequest() as stop:
-            # On this machine, so that the actor survives the loss of another machine.
+            # Run the actor on this machine, so that it survives the loss of another machine.
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             requests = ray.remote(num_cpus=0, scheduling_strategy=here)(_StopRequested).remote()
             fit = _Fit(_trainer(config, recipes, requests, files))
@@ -66,7 +66,7 @@ def run_on_ray(config: Config, recipes: Sequence[str]) -> int:
 
 
 class _StopRequested:
-    """An actor that the workers ask whether the driver was asked to stop."""
+    """A Ray actor that records whether the driver was asked to stop. The workers poll it."""
 
     def __init__(self) -> None:
         self._requested = False
@@ -139,7 +139,7 @@ def _trainer(config: Config, recipes: Sequence[str], requests: Any, folder: str)
 
 
 def _wait(fit: _Fit, stop: StopRequest, requests: Any) -> None:
-    """Wait for the end of the run. Pass a request to stop on to the workers; a second request ends the wait."""
+    """Wait until the run ends. Pass a stop request on to the workers; a second one ends the wait."""
     passed_on = False
     while fit.is_alive() and not stop.kill:
         if stop.signal_name is not None and not passed_on:

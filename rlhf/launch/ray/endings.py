@@ -18,7 +18,7 @@ class RanksEnded(Exception):
     Args:
         code: the exit code of the machine (`code_of`).
         step: the furthest step that the ranks reached; None before the first step.
-        leaves: whether Ray had announced that a machine goes away. Then the saved run continues on other machines.
+        leaves: whether Ray had announced the loss of a machine. Then the saved run continues on other machines.
         message: what happened, for the user.
     """
 
@@ -46,13 +46,13 @@ class Endings:
 
     def __init__(self, trainer: TrainerConfig, run_dir: Path) -> None:
         self._policy, self._run_dir = RestartPolicy(trainer), run_dir
-        self._counted: set[str] = set()  # texts of Ray's errors that have counted as a crash
+        self._counted: set[str] = set()  # messages of Ray's errors that were already counted as a crash
 
     def after(self, errors: Iterable[Exception]) -> float:
         """Return the seconds to wait before Ray restarts all ranks.
 
         Args:
-            errors: one per failed worker. Other errors than RanksEnded mean that Ray lost the worker or its machine.
+            errors: one per failed worker. Any error but RanksEnded means that Ray lost the worker or its machine.
 
         Raises:
             RunEnds: the run must end.
@@ -64,7 +64,7 @@ class Endings:
                 if code == EXIT_REQUEUE and any(each.leaves for each in ends):
                     return 0.0
                 raise RunEnds(code, end.message)
-        # While a machine drains, each of Ray's checks reports the same failure, which names its actor. Count it once.
+        # While a machine drains, each of Ray's checks reports the same failure, with the actor's name. Count it once.
         lost = {str(error) for error in errors if not isinstance(error, RanksEnded)}
         if lost and lost <= self._counted:
             return 0.0

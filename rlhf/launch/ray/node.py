@@ -52,11 +52,11 @@ class NodeJob:
     changes: str
     """The result of `changes_to_continue`."""
     stop_requested: Callable[[], bool]
-    """Asks whether the driver was asked to stop."""
+    """Returns whether the driver was asked to stop."""
 
 
 class StopNotices:
-    """Checks whether the ranks must save and leave: the driver asks for it, or Ray announces a machine's loss."""
+    """Checks whether the ranks must save and leave, because the driver asks or Ray announces a machine's loss."""
 
     def __init__(self, job: NodeJob) -> None:
         self._job, self._asked_at = job, 0.0
@@ -72,7 +72,7 @@ class StopNotices:
 
 
 class RankProcess:
-    """A rank as a process, whose lines on stderr go to the worker's stderr. Keeps the last error among them."""
+    """Runs a rank as a process. Copies the rank's stderr to the worker's stderr, and stores the last error in it."""
 
     def __init__(self, process: "subprocess.Popen[str]", errors: IO[str]) -> None:
         self.process, self._error = process, list[str]()
@@ -184,13 +184,13 @@ def _start(job: NodeJob, variables: dict[str, str], listener: socket.socket | No
 
 
 def _wait(ranks: Mapping[int, RankProcess], notices: StopNotices, grace_s: float) -> dict[int, int]:
-    """Return the exit codes of the ranks, once all have ended, one has failed, or `grace_s` after a stop is over."""
+    """Return the exit codes of ended ranks, once all have ended, one has failed, or `grace_s` seconds after a stop."""
     failed_at = stopped_at = None
     while True:
         codes = {rank: code for rank, each in ranks.items() if (code := each.process.poll()) is not None}
         now = time.monotonic()
         failed = [code for code in codes.values() if code not in (EXIT_DONE, EXIT_REQUEUE)]
-        # A peer's end never causes a signal, so do not wait for the peers.
+        # A signal or a user error is never the consequence of a peer's end, so do not wait for the peers.
         if EXIT_USER_ERROR in failed or any(code < 0 for code in failed):
             return codes
         failed_at = failed_at or (now if failed else None)

@@ -32,8 +32,8 @@ def batch_script(
     """Return the script.
 
     Args:
-        jobs: one run, or with `array` the runs of a sweep, where the index is the task id.
-        trainer: number of machines and ranks, time to save, and attempts without progress until the job gives up.
+        jobs: one run, or with `array` the runs of a sweep, in the order of the array's task ids.
+        trainer: sets machines, ranks, the time to save, and after how many attempts without progress the job ends.
         sbatch: the user's options for sbatch.
         gpus_per_node: None if `sbatch` asks for GPUs, or the run needs none.
     """

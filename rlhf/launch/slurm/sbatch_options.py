@@ -19,7 +19,7 @@ SET_HERE = {
     "no-requeue": "A job continues only if SLURM requeues it. To stop the job, use scancel.",
     "wrap": "The command writes the script.",
 }
-"""Options of sbatch that the script sets itself, and what users write instead."""
+"""Maps sbatch options that the script sets to what users write instead."""
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
@@ -63,7 +63,7 @@ def sort_words(words: Sequence[str]) -> SortedWords:
 
 
 def gpus_of(sbatch: dict[str, str | None]) -> int | None:
-    """Return the GPUs of each node that `--gpus-per-node` or `--gres` asks for; None without such an option."""
+    """Return the number of GPUs per node in `--gpus-per-node` or `--gres`; None if neither sets a number."""
     for name, pattern in (("gpus-per-node", r"(?:[^:]+:)?(\d+)"), ("gres", r"(?:.*,)?gpu(?::[^:,]+)?:(\d+)(?:,.*)?")):
         if (value := sbatch.get(name)) is not None and (match := re.fullmatch(pattern, value)):
             return int(match[1])
