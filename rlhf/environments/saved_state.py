@@ -2,7 +2,7 @@
 
 Plain values are None, bool, int, float, str, lists, tuples and dicts of these with keys of type str, and
 `random.Random`. The state is JSON, so that loading it executes no code. An object with other attributes cannot be
-saved. Neither can an object that has the same list in two attributes.
+saved. Neither can an object that has the same list in two attributes, or more values than a reply should carry.
 """
 
 import json
@@ -10,6 +10,8 @@ import random
 from typing import Any
 
 TUPLE, RANDOM = "__tuple__", "__random__"
+MOST_BYTES = 1 << 20
+"""Largest size of saved attributes, because each reply carries them, and of a `state_dict`'s result."""
 _HEAP_TYPE = 1 << 9
 """CPython's flag of classes that Python code defines. Other classes may store values outside of `__dict__`."""
 
@@ -28,14 +30,20 @@ def saved(environment: Any, *, attributes: bool = True) -> dict[str, Any] | None
     """
     if callable(getattr(environment, "state_dict", None)):
         state = environment.state_dict()
-        if json.loads(json.dumps(state)) != state:
+        text = json.dumps(state)
+        if json.loads(text) != state:
             raise TypeError("state_dict must return values that JSON keeps: no NaN, no tuples, and keys of type str")
+        if len(text) > MOST_BYTES:
+            raise TypeError(
+                f"state_dict returned {len(text)} bytes of JSON, at most {MOST_BYTES} are allowed: it is called after "
+                "each call. Return only what changes in an episode, and load tables in __init__ or reset."
+            )
         return {"own": state}
     kinds = [kind for kind in type(environment).__mro__ if kind is not object]
     if not attributes or any("__slots__" in vars(kind) or not kind.__flags__ & _HEAP_TYPE for kind in kinds):
         return None
     try:
-        return {"attributes": _encoded(vars(environment), set())}
+        return {"attributes": _Encoder().encoded(vars(environment))}
     except _NotPlainError:
         return None
 
@@ -49,23 +57,34 @@ def restore(environment: Any, state: dict[str, Any]) -> None:
         vars(environment).update(_decoded(state["attributes"]))
 
 
-def _encoded(value: Any, seen: set[int]) -> Any:
-    kind = type(value)
-    if value is None or kind in (bool, int, float, str):
-        return value
-    if kind is not tuple:
-        if id(value) in seen:  # two references to one object would become two objects
+class _Encoder:
+    """Encodes the attributes of one object."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._left = MOST_BYTES
+
+    def encoded(self, value: Any) -> Any:
+        """Return the value as JSON values; raise _NotPlainError if it is not plain or too large."""
+        kind = type(value)
+        self._left -= 1 + (len(value) if kind is str else 0)
+        if self._left < 0:
             raise _NotPlainError
-        seen.add(id(value))
-    if kind is list:
-        return [_encoded(each, seen) for each in value]
-    if kind is tuple:
-        return {TUPLE: [_encoded(each, seen) for each in value]}
-    if kind is dict and all(type(key) is str for key in value) and not {TUPLE, RANDOM} & value.keys():
-        return {key: _encoded(each, seen) for key, each in value.items()}
-    if kind is random.Random:
-        return {RANDOM: _encoded(value.getstate(), seen)}
-    raise _NotPlainError
+        if value is None or kind in (bool, int, float, str):
+            return value
+        if kind is not tuple:
+            if id(value) in self._seen:  # two references to one object would become two objects
+                raise _NotPlainError
+            self._seen.add(id(value))
+        if kind is list:
+            return [self.encoded(each) for each in value]
+        if kind is tuple:
+            return {TUPLE: [self.encoded(each) for each in value]}
+        if kind is dict and all(type(key) is str for key in value) and not {TUPLE, RANDOM} & value.keys():
+            return {key: self.encoded(each) for key, each in value.items()}
+        if kind is random.Random:
+            return {RANDOM: self.encoded(value.getstate())}
+        raise _NotPlainError
 
 
 def _decoded(value: Any) -> Any:

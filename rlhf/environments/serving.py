@@ -4,11 +4,13 @@ import asyncio
 import inspect
 import json
 import math
+import os
 import random
 import sys
+import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from socket import socket
 from typing import Any, Protocol
@@ -33,10 +35,22 @@ class Server(Protocol):
 class Served:
     """One environment object, made by the request `open`."""
 
-    def __init__(self, makers: Sequence[Callable[[], Any]], definitions: Sequence[Definition], *, alone: bool) -> None:
-        """`makers`: make an object of each class. `alone`: the process serves no other object, so the global generators
-        may be seeded."""
+    def __init__(
+        self,
+        makers: Sequence[Callable[[], Any]],
+        definitions: Sequence[Definition],
+        *,
+        alone: bool,
+        imported_files: Collection[str],
+    ) -> None:
+        """
+        Args:
+            makers: make an object of each class.
+            alone: the process serves no other object, so the global generators may be seeded.
+            imported_files: names in the temporary folder after the import of the classes (`temporary_files`).
+        """
         self._makers, self._definitions, self._alone = makers, definitions, alone
+        self._imported_files = imported_files
         self._environment: Any = None
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -53,8 +67,10 @@ class Served:
             return _failure(error)
 
     def _state(self) -> dict[str, Any] | None:
-        # With `env.process=episode`, global generators and modules have state besides the object's attributes.
-        return saved(self._environment, attributes=not self._alone)
+        # With `env.process=episode`, global generators and modules have state besides the object's attributes. An object
+        # that keeps a temporary file has, too: its attribute is only the path, and a kill removes the file.
+        whole = not self._alone and temporary_files() <= set(self._imported_files)
+        return saved(self._environment, attributes=whole)
 
     def close(self) -> None:
         environment, self._environment = self._environment, None
@@ -89,6 +105,11 @@ class Served:
 
     def _reward(self, request: dict[str, Any]) -> float:
         return _number("get_reward", _finished(self._environment.get_reward())) if self._definition.rewards else 0.0
+
+
+def temporary_files() -> set[str]:
+    """Return the names in the folder of temporary files, which all environment processes of a rank share."""
+    return {entry.name for entry in os.scandir(tempfile.gettempdir())}
 
 
 def serve(channel: socket, served: Server) -> None:

@@ -24,7 +24,7 @@ from rlhf.data.turns.tool_calls import Turn
 from rlhf.environments import free_text
 from rlhf.environments.class_checks import check_environments, check_row
 from rlhf.environments.definition import Definition, define
-from rlhf.environments.saved_state import restore, saved
+from rlhf.environments.saved_state import MOST_BYTES, restore, saved
 from rlhf.environments.sessions import EnvironmentFailed, EnvironmentPool, Session
 from rlhf.errors import UserError
 from rlhf.experience.episode import EnvironmentClass, Episode, Limits
@@ -254,6 +254,66 @@ def test_plain_attributes_are_a_state_and_others_are_not():
         vars(one).clear()
         vars(one).update(attributes)
         assert saved(one) is None
+
+
+def test_large_attributes_are_no_state_and_a_large_state_dict_is_named():
+    class Owner:
+        def state_dict(self) -> dict:
+            return {"words": ["word"] * MOST_BYTES}
+
+    one = Plain()
+    one.words = ["word"] * (MOST_BYTES // 8)
+    assert saved(one) is not None
+    one.words = ["word"] * (MOST_BYTES // 4)
+    assert saved(one) is None
+    with pytest.raises(TypeError, match=r"state_dict returned \d+ bytes"):
+        saved(Owner())
+
+
+NOTES = """
+import os, tempfile, uuid
+class Notes:
+    def reset(self, **row):
+        self.path = os.path.join(tempfile.gettempdir(), uuid.uuid4().hex)
+    def add(self, note: str) -> str:
+        '''Add a note.
+
+        Args:
+            note: a text.
+        '''
+        with open(self.path, "a") as file:
+            file.write(note + "\\n")
+        with open(self.path) as file:
+            return f"{len(file.readlines())} notes"
+    def think(self) -> str:
+        '''Think.'''
+        return "thought"
+"""
+
+
+def test_an_environment_that_keeps_a_file_is_restored_by_its_calls(tmp_path):
+    """Its attribute, the file's path, was restored without the file, and the resumed run had other rewards."""
+    (tmp_path / "notes.py").write_text(NOTES)
+    config = EnvConfig(classes=[f"{tmp_path / 'notes.py'}:Notes"])
+    calls = [{"op": "reset", "row": {}}, {"op": "tool", "name": "think", "arguments": {}}]
+    note = {"op": "tool", "name": "add", "arguments": {"note": "x"}}
+    pool = EnvironmentPool(config).start()
+    try:
+        first = Session(pool, 0, 1)
+        first.make(calls)
+        assert first.state is not None
+        replies = first.make([note])
+        assert (first.state, replies[0]["value"]) == (None, "1 notes")
+    finally:
+        pool.close()
+    pool = EnvironmentPool(config).start()  # the run was killed
+    try:
+        second = Session(pool, 0, 1)
+        for call, reply in first.made:
+            second.record([call], [reply], None)
+        assert second.make([note])[0]["value"] == "2 notes"
+    finally:
+        pool.close()
 
 
 BAD = """
