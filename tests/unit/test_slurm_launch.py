@@ -92,6 +92,8 @@ def test_each_task_of_a_sweep_is_the_run_that_the_sweep_would_make(capsys, tmp_p
         (["data.train_files=nowhere.jsonl"], ["nowhere.jsonl", "no such file"]),
         (["--nodes=2"], ["--nodes=2", "trainer.nnodes"]),
         (["--array=1-3"], ["--array=1-3", "-m"]),
+        # The script looked for checkpoints in another folder than the run, and gave up after three attempts.
+        (["--chdir=/scratch"], ["--chdir=/scratch", "in that folder"]),
         (["--partition", "gpu"], ["--partition=gpu"]),
         (["-p", "gpu"], ["-p", "--NAME=VALUE"]),
         (["--cpus-per-task=4-8"], ["--cpus-per-task=4-8", "a whole number"]),

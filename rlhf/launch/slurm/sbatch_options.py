@@ -18,6 +18,7 @@ SET_HERE = {
     "requeue": "The script always allows requeues.",
     "no-requeue": "A job continues only if SLURM requeues it. To stop the job, use scancel.",
     "wrap": "The command writes the script.",
+    "chdir": "Start the command in that folder: relative paths of settings belong to the folder of the command.",
 }
 """Maps sbatch options that the script sets to what users write instead."""
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
