@@ -18,6 +18,7 @@ from rlhf.config.redaction import REDACTED
 from rlhf.config.rules.validate import validate
 from rlhf.config.secrets import member, with_marks
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
+from rlhf.launch.stop_request import signals_received
 from rlhf.planning.device_defaults import Machine
 from rlhf.printable import printable_lines
 from rlhf.ranks.logs import configure_logging
@@ -115,6 +116,7 @@ def run_all(runs: Sequence[PlannedRun], start: Callable[[Config], int]) -> int:
     """
     configure_logging()
     codes: list[int] = []
+    received = signals_received()
     for number, run in enumerate(runs, 1):
         log.info("Run %d of %d: %s, in %s", number, len(runs), run, run.config.run_dir)
         try:
@@ -125,9 +127,10 @@ def run_all(runs: Sequence[PlannedRun], start: Callable[[Config], int]) -> int:
         except OSError as error:  # for example a stale file handle of a network disk
             log.error("%s", error)
             codes.append(EXIT_CRASHED)
-        if codes[-1] == EXIT_REQUEUE:
+        stops = signals_received() > received and number < len(runs)  # a run in its last step finishes all the same
+        if codes[-1] == EXIT_REQUEUE or stops:
             _show_results(runs, codes)
-            log.warning("The sweep stopped in run %d of %d. The same command continues it.", number, len(runs))
+            log.warning("The sweep stopped at run %d of %d. The same command continues it.", number, len(runs))
             return EXIT_REQUEUE
     _show_results(runs, codes)
     failed = [(run, code) for run, code in zip(runs, codes, strict=True) if code != EXIT_DONE]

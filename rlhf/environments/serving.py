@@ -67,8 +67,8 @@ class Served:
             return _failure(error)
 
     def _state(self) -> dict[str, Any] | None:
-        # With `env.process=episode`, global generators and modules have state besides the object's attributes. An object
-        # that keeps a temporary file has, too: its attribute is only the path, and a kill removes the file.
+        # With `env.process=episode`, global generators and modules have state besides the object's attributes. The same
+        # holds for an object that keeps a temporary file: its attribute is only the path, and a kill removes the file.
         whole = not self._alone and temporary_files() <= set(self._imported_files)
         return saved(self._environment, attributes=whole)
 

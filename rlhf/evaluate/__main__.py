@@ -17,11 +17,12 @@ from rlhf.api import evaluate_policy, is_rank
 from rlhf.cli.arguments import check_options
 from rlhf.cli.command_parser import CommandParser
 from rlhf.config.library import Library
-from rlhf.errors import EXIT_DONE, UserError
+from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, UserError
 from rlhf.evaluate.consent import FLAG
 from rlhf.evaluate.results import check_same, files_of, store_result, stored_result, table
 from rlhf.evaluate.target_settings import plan
 from rlhf.evaluate.targets import find_target
+from rlhf.launch.stop_request import signals_received
 from rlhf.printable import printable_lines
 
 FLAGS = ("--json", FLAG, "--help", "-h")
@@ -65,6 +66,8 @@ def _run(words: Sequence[str]) -> int:
                 return code
             check_same(each, before, files_of(each))
             earlier = store_result(each, before)
+            if signals_received() and number < len(planned):  # an evaluation that is almost done ends normally
+                return EXIT_REQUEUE
         results.append(earlier)
     if _leads():
         _show(results, as_json=arguments.json)

@@ -12,6 +12,16 @@ from rlhf.ranks.stop import STOP_SIGNALS
 
 # GNU timeout signals both the process and its group. A repetition within this time is the same request.
 _REPEAT_S = 1.0
+_received: list[int] = []
+"""Numbers of the signals that this process has received as requests to stop."""
+
+
+def signals_received() -> int:
+    """Return how many stop signals this process has received while a run trained.
+
+    A run whose last step is under way finishes in spite of a signal, so its exit code does not tell.
+    """
+    return len(_received)
 
 
 class StopRequest:
@@ -47,6 +57,7 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
+        _received.append(number)
         self.request(signal.Signals(number).name)
         # SLURM warns with SIGUSR1 and later sends one SIGTERM. Both are one request to save and leave.
         if number in (signal.SIGTERM, signal.SIGINT):

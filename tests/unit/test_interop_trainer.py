@@ -109,6 +109,17 @@ def test_moments_that_do_not_match_the_model_are_left_out(change, expected, copy
     assert source.contents.progress.step == 40
 
 
+@pytest.mark.parametrize("count", [float("nan"), float("inf"), -5.0, 1e30])
+def test_an_impossible_step_count_is_damage(count, copy, tmp_path, capsys):
+    """NaN was a traceback, and -5 was imported."""
+    state = torch.load(copy / "optimizer.pt", weights_only=True)
+    state["state"][0]["step"].fill_(count)
+    torch.save(state, copy / "optimizer.pt")
+    assert main(["import", str(copy), str(tmp_path / "global_step_7")]) == 1
+    assert f"has the step count {count:g}" in capsys.readouterr().err
+    assert not (tmp_path / "global_step_7").exists()
+
+
 def test_the_documented_commands_work(saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(saved[0], "output/checkpoint-40")

@@ -1,6 +1,8 @@
 """Sweeps: combinations, names and directories of runs, and that a failed run does not stop the other runs."""
 
 import errno
+import os
+import signal
 
 import pytest
 
@@ -9,6 +11,7 @@ from rlhf.compose import combinations, compose_config
 from rlhf.config.library import Library
 from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
+from rlhf.launch.stop_request import StopRequest
 
 LIBRARY = Library.find(None)
 
@@ -122,6 +125,22 @@ def test_under_torchrun_there_is_no_sweep(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(UserError, match="a command under torchrun is a single run"):
         plan(["trainer.seed=1,2"], LIBRARY)
+
+
+@pytest.mark.parametrize(("signalled", "code"), [(1, EXIT_REQUEUE), (2, EXIT_REQUEUE), (3, EXIT_DONE)])
+def test_a_signal_in_the_last_step_of_a_run_stops_the_sweep(signalled, code):
+    """The run finishes with exit code 0; the sweep went on with the next run until a scheduler killed it."""
+    seen = []
+
+    def start(config):
+        with StopRequest():
+            if len(seen) + 1 == signalled:
+                os.kill(os.getpid(), signal.SIGTERM)
+        seen.append(config.trainer.seed)
+        return EXIT_DONE
+
+    assert run_all(plan(["trainer.seed=1,2,3"], LIBRARY), start) == code
+    assert seen == [1, 2, 3][:signalled]
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,13 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
         },
         [],
     ),
+    (
+        "trl",
+        {"sync_ref_model": True, "ref_model_sync_steps": 64, "num_iterations": 2, "steps_per_generation": 2},
+        {"ref.update_freq": 16},
+        [],
+    ),
+    ("trl", {"sync_ref_model": True, "num_iterations": 2}, {"ref.update_freq": 256}, []),
     ("trl", {"num_processes": 8, "num_machines": 2}, {"trainer.nproc": 4, "trainer.nnodes": 2}, []),
     ("trl", {"lora_r": 4}, {}, ["lora_r=4"]),
     ("trl", {"config_file": "zero3.yaml"}, {}, ["config_file=zero3.yaml: accelerate's file is not read"]),
@@ -328,6 +335,28 @@ def test_a_command_ends_at_an_operator_or_the_end_of_its_line(
     assert read_settings(script) == {"num_generations": 8, "model_name_or_path": "m", "bf16": True}
 
 
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ('A="x=1"\nA+=" y=2"\nCOMMAND $A', {"x": 1, "y": 2}),
+        ("A=1; COMMAND x=$A", {"x": 1}),
+        ("A=1 && B=2 && COMMAND x=$A y=$B", {"x": 1, "y": 2}),
+        ('A=1\nif [ "$1" = big ]; then\n  A=2\nfi\nCOMMAND x=$A', {"x": "${oc.env:A}"}),
+        ('A=1\nif [ "$1" = big ]; then A=2; else A=3; fi\nCOMMAND x=$A', {"x": "${oc.env:A}"}),
+        ('A=1\n[ -n "$BIG" ] && A=2\nCOMMAND x=$A', {"x": "${oc.env:A}"}),
+        ("A=1\ncase $1 in\n big)\n A=2 ;;\nesac\nCOMMAND x=$A", {"x": "${oc.env:A}"}),
+        ("A=1\nif true; then A=2; fi\nA=3\nCOMMAND x=$A", {"x": 3}),
+        ("A=1\nfor A in 2 3; do\nCOMMAND x=$A\ndone", {"x": "${oc.env:A}"}),
+        ("A=x=1\nif true; then A+=,2; fi\nA+=,3\nCOMMAND y=$A", {"y": "${oc.env:A}"}),
+    ],
+)
+def test_a_variable_has_its_value_or_stays_visible(lines: str, expected: dict[str, object], tmp_path: Path) -> None:
+    """A text added with += was dropped, and of two branches the last one's value was taken."""
+    script = tmp_path / "run.sh"
+    script.write_text(lines.replace("COMMAND", VERL) + "\n")
+    assert read_settings(script) == expected
+
+
 def test_operators_in_quotes_and_placeholders_are_text(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(
@@ -376,5 +405,5 @@ def test_variables_of_env_and_installers_are_not_shown_and_no_commands(tmp_path:
 def test_an_array_beside_other_arguments_is_named(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f'DATA=(\n  data.train_files=a.parquet\n)\n{VERL} "${{DATA[@]}}" trainer.save_freq=5\n')
-    with pytest.raises(UserError, match=r"\$\{DATA\[@\]\} is an array"):
+    with pytest.raises(UserError, match=r"\$\{DATA\[@\]\} is a shell array"):
         read_settings(script)

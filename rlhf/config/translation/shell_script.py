@@ -18,7 +18,9 @@ _OPERATORS = {
     ast.Mod: operator.mod,
 }
 _LONGEST = 100_000
-_ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_BRANCHES = re.compile(r"^(?:(?:then|do|else)(?:\s+|$))+")
+_OPENS, _CLOSES = ("if", "for", "while", "until", "case", "select"), ("fi", "done", "esac")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?[-=]([^{}]*))?\}|\$([A-Za-z_]\w*)")
 _SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 
@@ -31,7 +33,7 @@ _TOKEN = re.compile(
     | (?P<comment> (?<![^\s;|&(])\#[^\n]* )
     | (?P<redirection> (?:&>>? | (?<![^\s;|&(])\d*(?!<[^\s<>]+>)(?:<<<|<<-?|<|>>|>\||>)&?)
         [ \t]*(?:[<>]?\([^()\n]*\)|'[^']*'|"[^"]*"|[^\s|;&]*) )
-    | (?P<end> [|;&\n] )
+    | (?P<end> && | \|\| | [|;&\n] )
     """,
     re.VERBOSE | re.DOTALL,
 )
@@ -45,26 +47,43 @@ def commands_of(script: str) -> list[list[str]]:
     Assignments are not commands.
     Variables that the script sets, their defaults (`${N:-8}`) and arithmetic with integers (`$((2 * N))`) are replaced
     by their values.
-    Other variables become interpolations of the environment: `$HOME/data` is `${oc.env:HOME}/data`.
+    Other variables become interpolations of the environment: `$HOME/data` is `${oc.env:HOME}/data`. So do variables
+    that the script sets only under a condition or in a loop, because their values are not known.
     """
     values: dict[str, str] = {}
+    unknown: set[str] = set()
     commands: list[list[str]] = []
+    depth, always = 0, True
     for line in _TOKEN.sub(_marked, script).split("\0"):
-        line = line.strip()
+        conditional = line.startswith("\2") and not always  # an assignment before `&&` always succeeds
+        line = _BRANCHES.sub("", line.lstrip("\2").strip(), count=1)
+        first = line.partition(" ")[0]
+        depth += (first in _OPENS) - (first in _CLOSES)
+        if loop := re.match(r"(?:for|select)\s+(\w+)", line):
+            values.pop(loop[1], None)
         assigned = _ASSIGNMENT.fullmatch(line)
         found = _split(_replaced(line, values))
-        if assigned and len(found) <= 1 + line.startswith("export"):
-            values[assigned[1]] = " ".join(_split(_replaced(assigned[2], values)))
+        always = bool(assigned and len(found) <= 1 + line.startswith("export"))
+        if assigned and always:
+            name, appends, text = assigned.groups()
+            if conditional or depth > 0 or (appends and name in unknown):
+                values.pop(name, None)
+                unknown.add(name)
+                continue
+            unknown.discard(name)
+            before = values.get(name, "") if appends else ""
+            values[name] = before + " ".join(_split(_replaced(text, values)))
         elif words := [word for word in found if word not in ("$@", "${@}", "$*", "\\")]:
             commands.append([re.sub("\0(.*?)\1", r"${oc.env:\1}", word) for word in words])
     return commands
 
 
 def _marked(token: re.Match[str]) -> str:
-    """Return the replacement of `token`: NUL ends a command, a space replaces a comment or redirection."""
+    """Return the replacement of `token`: NUL ends a command, a space replaces a comment or redirection. After `&&` and
+    `||`, a second mark follows."""
     if token["kept"]:
         return _CONTINUED.sub(" ", token["kept"])
-    return "\0" if token["end"] else " "
+    return ("\0\2" if token["end"] in ("&&", "||") else "\0") if token["end"] else " "
 
 
 def _split(text: str) -> list[str]:

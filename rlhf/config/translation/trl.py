@@ -128,7 +128,9 @@ def _batches(theirs: Theirs, recipe: Recipe) -> None:
 
 def _count_training_steps(theirs: Theirs, updates: int) -> None:
     """Convert the numbers of optimizer steps in `theirs` to training steps with `updates` optimizer steps each."""
-    for name in ("max_steps", "save_steps", "eval_steps"):
+    if theirs.left.get("sync_ref_model"):
+        theirs.left.setdefault("ref_model_sync_steps", 512)  # TRL's default
+    for name in ("max_steps", "save_steps", "eval_steps", "ref_model_sync_steps"):
         value = theirs.left.get(name)
         if isinstance(value, int) and value > 0 and isinstance(updates, int):
             theirs.left[name] = math.ceil(value / updates)
@@ -203,7 +205,7 @@ def _reference(theirs: Theirs, recipe: Recipe) -> None:
         recipe.needless += theirs.drop("ref_model_mixup_alpha", "ref_model_sync_steps")
     else:
         alpha, steps = theirs.take("ref_model_mixup_alpha"), theirs.take("ref_model_sync_steps")
-        recipe.set("ref.update_freq", steps or 512, "ref_model_sync_steps")
+        recipe.set("ref.update_freq", steps, "ref_model_sync_steps")
         recipe.set("ref.alpha", 0.6 if alpha is None else alpha, "ref_model_mixup_alpha")
 
 

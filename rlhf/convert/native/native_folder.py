@@ -13,7 +13,7 @@ from rlhf.checkpoint.commit.manifest import Manifest, describe, write_manifest
 from rlhf.checkpoint.commit.output_folder import output_folder, verify_written
 from rlhf.checkpoint.start.run_dir import new_run_id
 from rlhf.checkpoint.state.driver_state import DriverState
-from rlhf.convert.moments import MOMENTS
+from rlhf.convert.moments import MOMENTS, largest_count
 from rlhf.convert.native.native_component import write_component
 from rlhf.convert.native.trained_tensors import TrainedTensor, trained_tensors
 from rlhf.convert.open_roles import CRITIC
@@ -156,7 +156,7 @@ def _position(source: TensorSource) -> int | None:
         return progress.optimizer_steps
     counts = [name for name in source.contents.moments if name.endswith(".step")]
     if counts:
-        return int(max(float(source.read(name, 0, 1)) for name in counts))
+        return largest_count(float(source.read(name, 0, 1)) for name in counts)
     last = None if progress.schedule is None else progress.schedule.get("last_epoch")
     return last if isinstance(last, int) else None
 
