@@ -3,16 +3,24 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlhf.api import check_files, reject_callbacks, validated
 from rlhf.cli.sweep import plan
 from rlhf.compose import compose_config
 from rlhf.config import Config
+from rlhf.config.known_settings import SETTINGS
 from rlhf.config.library import Library
 from rlhf.config.rules.validate import validate
 from rlhf.config.secrets import export, typed_secrets
 from rlhf.errors import UserError
-from rlhf.planning.device_defaults import Machine
+from rlhf.planning.device_defaults import Machine, server_gpus
+
+OF_ARRAY = ("trainer.nnodes", "trainer.nproc", "trainer.device", "trainer.preempt_grace_s")
+"""Settings that all runs of a sweep share, because they determine the options of the array of jobs. So does the number
+of the rollout servers' GPUs."""
+
+_SERVERS = "rollout.servers.count"
 
 
 @dataclass(frozen=True)
@@ -45,12 +53,12 @@ def checked_runs(
         runs = [CheckedRun(validated(overrides, library, machine=machine), tuple(overrides))]
     for run in runs:
         _reject_ray(run.config)
-    sizes = {(run.config.trainer.nnodes, run.config.trainer.nproc, run.config.trainer.device) for run in runs}
-    if len(sizes) > 1:
-        raise UserError(
-            "-m: the runs differ in trainer.nnodes, trainer.nproc or trainer.device, but all jobs of an array have the "
-            "same machines. Submit one sweep for each of these values."
-        )
+    for name in (*OF_ARRAY, _SERVERS):
+        if len({_of_array(name, run.config) for run in runs}) > 1:
+            raise UserError(
+                f"-m: the runs differ in {name}, but all jobs of an array have the same machines and options. Submit "
+                "one sweep for each of these values."
+            )
     for run in runs:
         _check_secrets(run)
         export(run.config)
@@ -58,6 +66,13 @@ def checked_runs(
             reject_callbacks(run.config)
         check_files(run.config)
     return [CheckedRun(run.config, (*extra, *_with_ranks(run))) for run in runs]
+
+
+def _of_array(name: str, config: Config) -> Any:
+    def value(key: str) -> Any:
+        return SETTINGS[key].value(config)
+
+    return server_gpus(value) if name == _SERVERS else value(name)
 
 
 def _reject_ray(config: Config) -> None:

@@ -83,10 +83,9 @@ def update(
     batch is already rejected, do nothing and return {}.
 
     The loss of a mini-batch is aggregated over all ranks, so the split into micro-batches and ranks changes neither
-    loss nor gradient (up to rounding). If the loss counts no token, the gradient is 0 and the optimizer still steps,
-    as in verl and TRL: weights decay, and the schedule counts the step. `empty_mini_batches` is the fraction of such
-    mini-batches. They have no metrics of the loss; without response tokens, they have only `grad_norm` and `lr`.
-    A mini-batch that `guards` reject ends the update.
+    loss nor gradient (up to rounding). If the loss counts no token, the optimizer steps with a gradient of 0, as in
+    verl and TRL: weights decay, and the schedule counts the step. Such mini-batches (a fraction `empty_mini_batches`)
+    lack the loss's metrics; without response tokens, they have only `grad_norm` and `lr`. `guards` may end the update.
 
     Args:
         batch: this rank's samples.

@@ -245,7 +245,7 @@ def test_secrets_that_are_not_compared_are_named(tmp_path, caplog, monkeypatch):
         check_compatible(
             path, manifest, ResolvedConfig.of(config), identity, ["model"], moving_reference=False, allow_change=False
         )
-    says(caplog.text, "Not compared", "reward.kwargs.api_key", "reward.kwargs.url")
+    says(caplog.text, "cannot be compared", "reward.kwargs.api_key", "reward.kwargs.url")
     caplog.clear()
     monkeypatch.setattr("rlhf.evaluate.results.files_of", lambda planned: {})
     config.trainer.default_local_dir = str(tmp_path)
@@ -253,7 +253,7 @@ def test_secrets_that_are_not_compared_are_named(tmp_path, caplog, monkeypatch):
     (config.run_dir / RESULT).write_text(json.dumps({"config": to_yaml(config), "files": {}, "result": {"step": 2}}))
     planned = PlannedEvaluation(EvaluationTarget("a"), config, again=False)
     assert stored_result(planned) == {"step": 2}
-    says(caplog.text, "stored result of a", "Not compared", "reward.kwargs.url")
+    says(caplog.text, "stored result of a", "cannot be compared", "reward.kwargs.url")
 
 
 def test_variables_are_redacted_by_name():

@@ -65,7 +65,7 @@ def test_several_nodes_have_one_line_for_what_is_fine_and_one_for_each_problem()
     results += [CheckResult("error", "disk", "full. Free space.", "d"), CheckResult("ok", "clocks", "equal", "all")]
     assert list(lines(results)) == [
         "error    disk    d: full. Free space.",
-        "ok       disk    a: fast (and on 2 more)",
+        "ok       disk    a: fast (and on 2 more nodes)",
         "ok       clocks  equal",
     ]
 

@@ -112,7 +112,7 @@ def test_room_counts_what_this_run_has_there(tmp_path):
         folder = dead(small, tmp_path, "r")
         (folder / "global_step_1" / "x").write_bytes(bytes(2 << 20))
         check_room(str(small), tmp_path, 3 << 20)
-        with pytest.raises(UserError, match=r"need 5\.0 MiB .* Enlarge the tmpfs"):
+        with pytest.raises(UserError, match=r"need 5\.0 MiB, .* Enlarge the tmpfs"):
             check_room(str(small), tmp_path, 5 << 20)
         with pytest.raises(UserError):
             check_room(str(small), tmp_path / "another", 3 << 20)

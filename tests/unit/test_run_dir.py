@@ -260,6 +260,28 @@ def test_a_fork_takes_the_place_of_a_run_whose_checkpoints_are_gone(config, tmp_
     assert not (config.run_dir / POINTER).exists()
 
 
+def test_a_fork_without_a_save_of_its_own_needs_its_source(config, tmp_path):
+    """Without the resume settings, the command trained from step 0 with the fork's run id."""
+    other = make_config(tmp_path / "other")
+    save_steps(other, PlainRole(), 3)
+    source = step_dir(other.run_dir, 3)
+    fork(config, source)
+    prepare(config)
+    config.trainer.resume_mode, config.trainer.resume_from_path = "auto", None
+    with pytest.raises(UserError, match=rf"began at {source} .*trainer\.resume_from_path={source}"):
+        prepare(config)
+    config.trainer.overwrite = True
+    prepare(config)
+    config.trainer.overwrite = False
+    prepare(config)
+    fork(config, source)
+    prepare(config)
+    save_steps(config, PlainRole(), 5)
+    config.trainer.resume_mode, config.trainer.resume_from_path = "auto", None
+    prepare(config)
+    assert resume(config, PlainRole()) == 5
+
+
 def test_a_run_file_with_an_invalid_date_is_damaged(config):
     prepare(config)
     (config.run_dir / "run.json").write_text('{"run_id": "r", "started_on": "tomorrow"}')

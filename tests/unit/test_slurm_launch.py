@@ -99,6 +99,7 @@ def test_each_task_of_a_sweep_is_the_run_that_the_sweep_would_make(capsys, tmp_p
         (["--cpus-per-task=4-8"], ["--cpus-per-task=4-8", "a whole number"]),
         (["--trainer.nnodes=2"], ["--trainer.nnodes=2", "KEY=VALUE"]),
         (["-m", "trainer.nproc=1,2"], ["trainer.nproc", "same machines"]),
+        (["-m", "trainer.preempt_grace_s=60,900"], ["trainer.preempt_grace_s", "same machines and options"]),
         (["trainer.nnodes=2", "trainer.callbacks=[{folder}/mine.py:follow]"], ["trainer.callbacks", "supervisor"]),
         (["data.train_batch_size=1", "actor.ppo_mini_batch_size=1", "rollout.n=2", "trainer.nnodes=3",
           "trainer.nproc=2"], ["trainer.nnodes", "=6"]),

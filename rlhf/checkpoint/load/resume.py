@@ -43,8 +43,7 @@ def restore(
     """Restore `state` and this rank's generators from the newest intact checkpoint of the run `identity`. Collective.
 
     Verifies every byte, most bytes while loading. When any rank finds damage, all ranks set the checkpoint aside and
-    try the next older one, and finally `source` (`trainer.resume_from_path`). `checkpoint.load_contents` applies only
-    to `source`.
+    try the next older one, then `source` (`trainer.resume_from_path`). Only `source` has `checkpoint.load_contents`.
 
     If nodes have their own disks, a checkpoint is complete when all disks together have every file. Incomplete
     checkpoints are logged with their missing files, and set aside once an older checkpoint is loaded.

@@ -5,6 +5,7 @@ Since the last start, nodes may have been swapped, may have a new empty disk, or
 
 import logging
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,8 @@ def prepare(
     forks = source is not None and coordinator.broadcast(str(source)) != run.get("resumed_from")
     if not forks:
         reject_lost(run_dir, coordinator)
+        if source is None and trainer.resume_mode == "auto":
+            _reject_lost_source(run_dir, run, coordinator)
     if published(run_dir, coordinator):
         coordinator.on_domain_leaders(lambda: point_to_newest(run_dir))
     check_same_run(run_dir, trainer, config, run.get("resumed_from"), coordinator)
@@ -82,6 +85,16 @@ def prepare(
         run |= {AGENTS: launch} if launch else {}
     coordinator.on_domain_leaders(lambda: write_run_file(run_dir, run))
     coordinator.on_leader(lambda: None if remote is None else claim_at_start(remote, run_dir, trainer))
+
+
+def _reject_lost_source(run_dir: Path, run: Mapping[str, Any], coordinator: Coordinator) -> None:
+    """Raise UserError if the run is a fork without a checkpoint of its own: only its source can continue it."""
+    if (source := run.get("resumed_from")) is not None and not published(run_dir, coordinator):
+        raise UserError(
+            f"the run in {run_dir} began at {source} and has saved no checkpoint of its own. To continue it, add "
+            f"trainer.resume_mode=resume_path trainer.resume_from_path={source}. To begin at step 0, add "
+            "trainer.overwrite=true."
+        )
 
 
 def finished_step(
