@@ -12,7 +12,8 @@ from torch import Tensor
 
 @dataclass(kw_only=True)
 class Batch:
-    """N samples of one rank: the fields that every stage has.
+    """N rows of one rank: the fields that every stage has. A row is a sample, or a row of a forked sample
+    (`Sample.forks`).
 
     Sequences are prompt + response, padded on the right to L tokens. R is the length of the longest response. Column 0
     of a tensor of shape [N, R] is the first token of the response.
@@ -29,9 +30,9 @@ class Batch:
     rollout_log_probs: Tensor
     """[N, R] float32: log-probs by the rollout engine, under the distribution that it sampled from."""
     uids: Tensor
-    """[N] int64: position of each sample's prompt in the stream. `uids` and `numbers` together identify a sample."""
+    """[N] int64: position of each row's prompt in the stream. `uids` and `numbers` together identify a row."""
     numbers: Tensor
-    """[N] int64: number of each sample among the samples of its prompt."""
+    """[N] int64: number of each row among the rows of its prompt; the first rows have the numbers of their samples."""
     staleness: Tensor | None = None
     """[N, R] int32: steps from the policy that drew each token to the policy before this update, 0 on padding; None if
     all are 0 on all ranks. The tokens of one response may differ (partial rollouts)."""
@@ -89,20 +90,22 @@ class Batch:
 
 @dataclass(kw_only=True)
 class RolloutBatch(Batch):
-    """Rollout batch: samples on the ranks that generated and scored them. The samples of a group are contiguous."""
+    """Rollout batch: S samples on the rank that generated and scored them. The samples of a group are contiguous."""
 
     scores: Tensor
-    """[N] float32: total reward of each response, over-long penalty included."""
+    """[S] float32: total reward of each response, over-long penalty included."""
     truncated: Tensor
-    """[N] bool: whether the limit of tokens cut off the response."""
+    """[S] bool: whether the limit of tokens cut off the response."""
     baselines: Tensor | None = None
-    """[N] float32: total reward of the greedy response to the same prompt; None if the estimator needs none."""
+    """[S] float32: total reward of the greedy response to the same prompt; None if the estimator needs none."""
     failed: Tensor | None = None
-    """[N] bool: whether a response has no tokens and no score because its environment failed; None if none failed."""
+    """[S] bool: whether a response has no tokens and no score because its environment failed; None if none failed."""
+    samples: Tensor | None = None
+    """[N] int64: index of each row's sample, ascending; None if each row is a sample."""
 
     @property
     def has_score(self) -> Tensor:
-        """[N] bool: whether each response has a score."""
+        """[S] bool: whether each response has a score."""
         return torch.ones_like(self.scores, dtype=torch.bool) if self.failed is None else ~self.failed
 
 

@@ -108,7 +108,7 @@ def _train(c: Components) -> None:
         with c.clock.phase("share"):
             training = c.resharder.reshard(rollout, collected.uids, step)
         batches, credit, credit_metrics = estimate(c, rollout, training)
-        c.run_log.show(c.viewer.shown(collected.groups, credit.means()))
+        c.run_log.show(c.viewer.shown(collected.groups, credit.means(rollout.samples)))
         metrics |= credit_metrics | update(c, batches, training, step)
         if c.guards.settle(step, last=last) == "rollback":
             roll_back(c)

@@ -1,7 +1,8 @@
 """Serves an agent as the environment of one episode. An agent is a user's program that calls the model.
 
 The calls of the trainer are `start` (returns the messages and tools of the program's first request), `answer` (returns
-the messages that the program adds after the policy's answer, or None if the program has ended), and `reward`.
+the messages that the program adds after the policy's answer, or a `Fork` if the program rewrites its history, or None
+if the program has ended), and `reward`.
 """
 
 import json
@@ -17,7 +18,7 @@ from typing import Any
 
 from rlhf.environments.agent_start import ProgramStart
 from rlhf.environments.chat_endpoint import ChatEndpoint, PendingRequest
-from rlhf.environments.chat_protocol import Conversation, Message, RejectedRequest, completion
+from rlhf.environments.chat_protocol import Conversation, Fork, Message, RejectedRequest, completion
 from rlhf.storage.files import make_new_dir
 
 _LONGEST_OUTPUT = 4000
@@ -96,7 +97,7 @@ class ServedAgent:
             raise _FailedError(self._ended("without a request to OPENAI_BASE_URL"))
         return {"messages": messages, "tools": self._conversation.tools}
 
-    def _answer(self, request: dict[str, Any]) -> list[Message] | None:
+    def _answer(self, request: dict[str, Any]) -> list[Message] | Fork | None:
         assert self._pending is not None
         pending, self._pending = self._pending, None
         self._answers += 1
@@ -122,8 +123,8 @@ class ServedAgent:
             raise _FailedError(_NO_REWARD)
         return found or 0.0
 
-    def _next(self) -> list[Message] | None:
-        """Wait for the program's next request and return its new messages; None if the program has ended."""
+    def _next(self) -> list[Message] | Fork | None:
+        """Wait for the program's next request. Return its new messages, a rewritten history, or None at the end."""
         # A client that did not wait for its answer sends the same request again.
         while (event := self._events.get()) is not None and self._last and event.body == self._last[0]:
             event.reply(self._last[1])
@@ -132,6 +133,8 @@ class ServedAgent:
                 raise _FailedError(self._ended(f"with exit code {self._code}"))
             return None
         try:
+            if event.overlaps:  # as a rewritten history, its row would depend on the threads' timing
+                raise RejectedRequest("it came before the answer to another request. Send one request after the other")
             new = self._conversation.take(event.body)
         except RejectedRequest as error:
             event.reject(str(error))

@@ -23,6 +23,8 @@ class PendingRequest:
     """A request that waits for its answer."""
 
     body: Any
+    overlaps: bool = False
+    """Whether the request came before the answer to another request."""
     answer: dict[str, Any] | None = None
     """The completion, or `error`."""
     done: threading.Event = field(default_factory=threading.Event)
@@ -36,7 +38,7 @@ class PendingRequest:
 
     def end(self) -> None:
         """Answer that the episode has ended, in the form in which OpenAI's servers report a full context."""
-        self.reject("the episode has ended: no turn, or no token, is left", "context_length_exceeded")
+        self.reject("the episode has ended: no turn, row or token is left", "context_length_exceeded")
 
 
 class ChatEndpoint:
@@ -65,6 +67,7 @@ class ChatEndpoint:
             if self._closed:
                 pending.end()
             else:
+                pending.overlaps = any(each.body != body and not each.done.is_set() for each in self._waiting)
                 self._waiting.append(pending)
                 self._requests.put(pending)
         pending.done.wait()

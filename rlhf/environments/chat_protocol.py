@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Message = dict[str, Any]
+Fork = dict[str, Any]
+"""A rewritten history: its `messages` and `tools`, and in `kept` how many of the earlier messages it begins with."""
 _TEXTS = ("name", "tool_call_id", "reasoning_content")
 """Fields of a message that are read, besides role, content and calls."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -30,39 +32,33 @@ class RejectedRequest(Exception):
 
 @dataclass
 class Conversation:
-    """The messages of one episode, as the program sends them."""
+    """The messages of one episode's newest row, as the program sends them."""
 
     messages: list[Message] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
 
-    def take(self, request: Any) -> list[Message]:
-        """Add the new messages of a request and return them.
+    def take(self, request: Any) -> list[Message] | Fork:
+        """Add the new messages of a request and return them, or the whole history if the request rewrites it.
+
+        A request rewrites the history if it does not repeat all messages and answers, or if its tools differ.
 
         Raises:
-            RejectedRequest: the request does not continue the conversation, or needs an unsupported feature.
+            RejectedRequest: the request cannot be answered, or needs an unsupported feature.
         """
         messages, tools = _checked(request)
-        first = not self.messages
-        if first:
-            self.tools = tools
-        elif tools != self.tools:
-            raise RejectedRequest("the tools differ from the tools of the first request. Send the same tools each time")
-        for i, (before, now) in enumerate(zip(self.messages, messages, strict=False)):
-            if not _same(before, now):
-                raise RejectedRequest(
-                    f"message {i + 1} ({now['role']}) differs from the earlier requests. Each request must repeat all "
-                    "messages and answers unchanged, and add new messages at the end"
-                )
-        new = messages[len(self.messages) :]
+        kept = _repeated(self.messages, messages)
+        if not self.messages:
+            _check_start(messages)
+            self.messages, self.tools = messages, tools
+            return messages
+        if kept < len(self.messages) or tools != self.tools:
+            _check_start(messages)
+            self.messages, self.tools = _named(messages), tools
+            return {"messages": self.messages[:], "tools": tools, "kept": kept}
+        new = messages[kept:]
         if not new:
-            raise RejectedRequest(
-                "the request adds no message. Each request must repeat all messages and answers, and add new messages "
-                "at the end. Send one request at a time"
-            )
-        if first:
-            _check_start(new)
-        else:
-            _check_reply(new, self.messages[-1])
+            raise RejectedRequest("the request adds no message after the last answer. Add one, or leave the answer out")
+        _check_reply(new, self.messages[-1])
         self.messages += new
         return new
 
@@ -117,7 +113,10 @@ def is_start(value: Any) -> bool:
 
 
 def is_reply(value: Any) -> bool:
-    """Return whether the reply to `answer` has new messages, or None at the program's end."""
+    """Return whether the reply to `answer` has new messages or a rewritten history, or None at the program's end."""
+    if isinstance(value, dict):
+        rest = {name: each for name, each in value.items() if name != "kept"}
+        return is_start(rest) and type(value.get("kept")) is int and 0 <= value["kept"] <= len(rest["messages"])
     return value is None or (_are_messages(value) and all(each["role"] in ("tool", "user") for each in value))
 
 
@@ -241,11 +240,28 @@ def _same(before: Message, now: Message) -> bool:
     )
 
 
+def _repeated(before: Sequence[Message], now: Sequence[Message]) -> int:
+    """Return how many of the first messages are the same."""
+    same = [_same(*pair) for pair in zip(before, now, strict=False)]
+    return same.index(False) if False in same else len(same)
+
+
 def _check_start(messages: Sequence[Message]) -> None:
     if messages[-1]["role"] == "assistant":
-        raise RejectedRequest("the first request ends with an assistant message, which the policy cannot continue")
+        raise RejectedRequest("the request ends with an assistant message, which the policy cannot continue")
     if not any(message["content"].strip() for message in messages):
-        raise RejectedRequest("the messages of the first request are empty")
+        raise RejectedRequest("the messages of the request are empty")
+
+
+def _named(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with the tool's name in each result, because chat templates print it."""
+    called: dict[str, str] = {}
+    named = []
+    for message in messages:
+        called |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", [])}
+        name = called.get(message.get("tool_call_id", "")) if message["role"] == "tool" else None
+        named.append(message if name is None else message | {"name": name})
+    return named
 
 
 def _check_reply(new: Sequence[Message], answer: Message) -> None:

@@ -12,22 +12,23 @@ from rlhf.experience.groups import Group
 
 
 def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.device) -> RolloutBatch:
-    """Return the samples of `groups` as a batch, in the order of the groups. Without groups, the batch has no rows.
+    """Return the rows of `groups` as a batch, in the order of the groups. Without groups, the batch has no rows.
 
     The scores include the over-long penalty. `version` is the number of training steps so far; a token's staleness
     is `version` minus the version of the policy that drew the token. `pad_id` is the token id of the padding.
     """
-    rows = [(group, sample) for group in groups for sample in group.samples]
-    prompts = [len(group.prompt_ids) for group, _ in rows]
-    responses = [len(sample) for _, sample in rows]
+    samples = [(group, sample) for group in groups for sample in group.samples]
+    rows = [row for group in groups for row in group.rows]
+    prompts = [len(row.prompt_ids) for row in rows]
+    responses = [len(row.response) for row in rows]
     longest = max(map(sum, zip(prompts, responses, strict=True)), default=0)
     input_ids = np.full((len(rows), longest), pad_id, np.int32)
     log_probs = np.zeros((len(rows), max(responses, default=0)), np.float32)
     mask = np.zeros(log_probs.shape, np.bool_)
     staleness = np.zeros(log_probs.shape, np.int32)
-    for row, (group, sample) in enumerate(rows):
+    for row, (prompt_ids, sample) in enumerate(rows):
         start, length = prompts[row], responses[row]
-        input_ids[row, :start] = group.prompt_ids
+        input_ids[row, :start] = prompt_ids
         input_ids[row, start : start + length] = sample.token_ids
         log_probs[row, :length] = sample.log_probs
         mask[row, :length] = sample.mask()
@@ -39,8 +40,9 @@ def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.de
     def tensor(values: list[Any], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
-    failed = [sample.finish_reason == "failed" for _, sample in rows]
-    baselines = [group.baseline for group, _ in rows]
+    failed = [sample.finish_reason == "failed" for _, sample in samples]
+    baselines = [group.baseline for group, _ in samples]
+    owners = [i for i, (_, sample) in enumerate(samples) for _ in range(1 + len(sample.forks))]
     return RolloutBatch(
         input_ids=torch.from_numpy(input_ids).to(device),
         prompt_lengths=tensor(prompts, torch.int64),
@@ -50,8 +52,9 @@ def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.de
         scores=tensor([score for group in groups for score in group.scores], torch.float32),
         baselines=None if None in baselines else tensor(baselines, torch.float32),
         failed=tensor(failed, torch.bool) if any(failed) else None,
-        truncated=tensor([sample.finish_reason == "length" for _, sample in rows], torch.bool),
-        uids=tensor([group.uid for group, _ in rows], torch.int64),
-        numbers=tensor([sample.sample for _, sample in rows], torch.int64),
+        truncated=tensor([sample.finish_reason == "length" for _, sample in samples], torch.bool),
+        samples=tensor(owners, torch.int64) if len(rows) > len(samples) else None,
+        uids=tensor([row.response.uid for row in rows], torch.int64),
+        numbers=tensor([row.response.sample for row in rows], torch.int64),
         staleness=torch.from_numpy(staleness).to(device),
     )

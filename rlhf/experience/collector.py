@@ -40,7 +40,7 @@ class Collected:
     @property
     def uids(self) -> list[int]:
         """Uid of the prompt of each row of `batch`."""
-        return [group.uid for group in self.groups for _ in group.samples]
+        return [group.uid for group in self.groups for _ in group.rows]
 
 
 @dataclass

@@ -11,11 +11,12 @@ import xxhash
 from rlhf.data import Prompt
 from rlhf.data.turns.chat_turns import ChatTurns
 from rlhf.data.turns.tool_calls import ToolCall, Turn
+from rlhf.environments.chat_protocol import Fork
 from rlhf.environments.definition import Definition
 from rlhf.environments.sessions import Call, Reply, Session
 from rlhf.errors import UserError
 from rlhf.rollout import Request, Sample, SamplingParams
-from rlhf.rollout.sample import FinishReason
+from rlhf.rollout.sample import ROW, FinishReason
 
 LONGEST_TOKEN = 1024
 """Upper bound of the characters that one token stands for."""
@@ -45,6 +46,7 @@ class Limits:
     """Limits of an episode."""
 
     turns: int
+    rows: int
     invalid_calls: int
     retries: int
     prompt_tokens: int
@@ -54,7 +56,8 @@ class Limits:
 class Episode:
     """Response number `sample` to the prompt `uid`.
 
-    The tokens that the policy sampled are kept as they are; an environment's answers are appended as tokens.
+    The tokens that the policy sampled are kept as they are; an environment's answers are appended as tokens. If an
+    agent rewrites its history, the tokens of the rewritten history are appended, too, and begin a new row.
     """
 
     uid: int
@@ -86,6 +89,9 @@ class Episode:
         self._log_probs: list[np.ndarray] = []
         self._versions: list[tuple[int, int]] = []
         self._observations: list[tuple[int, int]] = []
+        self._forks: list[tuple[int, int]] = []
+        self.lacks_row = False
+        """Whether `env.max_rows` ended the episode."""
         self._reason: FinishReason = "stop"
         self._turn: tuple[Turn, list[int]] | None = None
 
@@ -93,6 +99,11 @@ class Episode:
     def key(self) -> tuple[int, int, int, int]:
         """Key of the next turn, or of the next calls, in the journal."""
         return self.uid, self.sample, self.attempt, self.turn
+
+    @property
+    def rows(self) -> int:
+        """Number of rows: 1, and one for each rewritten history."""
+        return 1 + len(self._forks)
 
     @property
     def operation(self) -> str:
@@ -109,9 +120,21 @@ class Episode:
         return f"{self.operation} {xxhash.xxh3_64_hexdigest(np.array(self.response, np.int32).tobytes())}"
 
     def request(self) -> Request:
-        """Return the request for the policy's next turn."""
-        so_far = self._sample("partial") if self.response else None
-        return Request(self.uid, self.prompt_ids, self.params, self.sample, so_far)
+        """Return the request for the policy's next turn, which continues the newest row."""
+        prompt_ids, start = self._row
+        number = self.sample + len(self._forks) * ROW
+        so_far = None
+        if start < len(self.response):
+            so_far = self._sample("partial").part(start, len(self.response), len(self._forks))
+        return Request(self.uid, prompt_ids, self.params, number, so_far)
+
+    @property
+    def _row(self) -> tuple[list[int], int]:
+        """The newest row's prompt, and the start of the row's other tokens in `response`."""
+        if not self._forks:
+            return self.prompt_ids, 0
+        start, prompt = self._forks[-1]
+        return self.response[start : start + prompt], start + prompt
 
     def take_turn(self, made: Sample) -> None:
         """Append the policy's turn, whose new tokens are in `made`."""
@@ -158,10 +181,12 @@ class Episode:
             self._chat = self.kind.chat_of(self._harmless(begun["tools"]))
             self._start([self._harmless(message) for message in begun["messages"]])
         elif operation == "answer":
-            if (messages := replies[0]["value"]) is None:
+            if (value := replies[0]["value"]) is None:
                 self._end("stop")
+            elif isinstance(value, dict):
+                self._fork(value)
             else:
-                self._observe(messages)
+                self._observe(value)
         elif operation == "tool":
             self._answer_tools(replies)
         elif operation == "step":
@@ -190,7 +215,8 @@ class Episode:
         self.tool_calls += len(turn.actions)
         message = turn.message()
         message["content"] = "\n".join(filter(None, [turn.text, *(call.text for call in turn.invalid)]))
-        usage = {"prompt_tokens": len(self.prompt_ids) + before, "completion_tokens": sampled}
+        prompt_ids, start = self._row
+        usage = {"prompt_tokens": len(prompt_ids) + before - start, "completion_tokens": sampled}
         return {"op": "answer", "message": message, "usage": usage}
 
     def _harmless(self, value: Any) -> Any:
@@ -232,19 +258,42 @@ class Episode:
         """Append the environment's messages, if the policy has another turn and room for a token."""
         assert self._turn is not None
         self.conversation += messages
-        room = self.params.max_tokens - len(self.response)
+        room = self.params.max_tokens - (len(self.response) - self._row[1])
         if self.turn >= self.limits.turns or _too_long(messages, room):
             return self._end("length")
         tokens = self._chat.observation(self._turn[1], messages)
         if len(tokens) >= room:
             return self._end("length")
+        return self._append(tokens)
+
+    def _append(self, tokens: list[int]) -> None:
+        """Append tokens that the policy did not sample, and ask the policy for a turn."""
         start = len(self.response)
         self.response += tokens
         self._observations.append((start, len(self.response)))
         self._log_probs.append(np.zeros(len(tokens), np.float32))
         self._versions[-1] = self._versions[-1][0], len(self.response)
         self.phase = Stage.POLICY
-        return None
+
+    def _fork(self, fork: Fork) -> None:
+        """Begin a row with an agent's rewritten history, if the policy has another turn, and the row has room.
+
+        The chat template renders the whole history, as a server does when the agent is deployed. Answers of the policy
+        in it are not trained again.
+        """
+        messages = [self._harmless(message) for message in fork["messages"]]
+        # The policy's answers are in the conversation already, and the messages that the history keeps.
+        self.conversation += [each for each in messages[fork["kept"] :] if each["role"] != "assistant"]
+        limits, longest = self.limits, self.limits.prompt_tokens + self.params.max_tokens
+        self.lacks_row = self.rows >= limits.rows
+        if self.lacks_row or self.turn >= limits.turns or _too_long(messages, longest):
+            return self._end("length")
+        self._chat = self.kind.chat_of(self._harmless(fork["tools"]))
+        tokens = self._chat.prompt(messages)
+        if len(tokens) >= longest:
+            return self._end("length")
+        self._forks.append((len(self.response), min(len(tokens), limits.prompt_tokens)))
+        return self._append(tokens)
 
     def _end(self, reason: FinishReason) -> None:
         self._reason = reason
@@ -263,7 +312,8 @@ class Episode:
     def _sample(self, reason: FinishReason) -> Sample:
         ids, log_probs = np.array(self.response, np.int32), np.concatenate(self._log_probs)
         spans = tuple(self._observations)
-        return Sample(self.uid, self.sample, ids, log_probs, reason, _merged(self._versions), spans)
+        versions, forks = _merged(self._versions), tuple(self._forks)
+        return Sample(self.uid, self.sample, ids, log_probs, reason, versions, spans, forks)
 
 
 def new_part(sample: Sample, start: int) -> Sample:
@@ -284,6 +334,7 @@ def with_head(sample: Sample, head: Sequence[int]) -> Sample:
         log_probs=np.concatenate([np.zeros(n, np.float32), sample.log_probs]),
         versions=tuple((version, end + n) for version, end in sample.versions),
         observations=((0, n), *((start + n, end + n) for start, end in sample.observations)),
+        forks=tuple((start + n, prompt) for start, prompt in sample.forks),
     )
 
 

@@ -104,6 +104,7 @@ def count(stats: RolloutStats, episodes: Sequence[Episode]) -> None:
     """Add the counts of the episodes to `stats`."""
     done = [episode for episode in episodes if episode.phase is Stage.DONE]
     stats.turns += [episode.turn for episode in done]
+    stats.rows += [episode.rows for episode in done if episode.kind.definition.is_agent]
     stats.tool_calls += [episode.tool_calls for episode in done]
     stats.invalid_calls += [episode.invalid_calls for episode in done]
     stats.env_failures += [len(episode.failures) for episode in episodes]

@@ -76,7 +76,7 @@ class Episodes:
                     wanted = live if lacks else []
                     requests = [episode.request() for episode in wanted]
                     whole = self.sampler.generate(requests, version=version, step=step)
-                    made = [new_part(sample, len(e.response)) for e, sample in zip(wanted, whole, strict=True)]
+                    made = [new_part(sample, each.start) for each, sample in zip(requests, whole, strict=True)]
                     if journal is not None and wanted:
                         journal.add_turns({e.key: sample for e, sample in zip(wanted, made, strict=True)})
                     known = made if lacks else known
@@ -110,7 +110,8 @@ class Episodes:
         if len(self.classes) > 1:
             kind = next(each for each in self.classes if each.definition.label == prompt.columns[COLUMN])
         config = self.config
-        limits = Limits(config.max_turns, config.max_invalid_calls, config.retries, self.max_prompt_length)
+        longest = self.max_prompt_length
+        limits = Limits(config.max_turns, config.max_rows, config.max_invalid_calls, config.retries, longest)
         # All samples of a prompt have the same seed, because their rewards are compared with each other.
         seed = int.from_bytes(hashlib.blake2b(f"{self.seed} {prompt.index}".encode(), digest_size=4).digest()) >> 1
         row = _row(prompt, seed)

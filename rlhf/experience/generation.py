@@ -1,5 +1,6 @@
 """Generates scored groups: samples responses, computes rewards and applies the over-long penalty."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,8 @@ from rlhf.reward import Reward, RewardResult
 from rlhf.rollout import Request, Sample, SamplingParams
 from rlhf.rollout.engine import Quota
 
+log = logging.getLogger(__name__)
+
 
 @dataclass
 class Generation:
@@ -56,6 +59,7 @@ class Generation:
     """Plays the samples as episodes with environments. Without environments, None: each response is one turn."""
     early: EarlyScores | None = field(default=None, init=False)
     """Scores complete groups while others are generated. None with a reward model, and with environments."""
+    _warned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if self.reward.in_background and self.episodes is None:
@@ -164,6 +168,7 @@ class Generation:
         if self.greedy_baseline:
             fail_without_baseline(played, n)
         check_failures(everyone, config.max_failed, self.coordinator)
+        self._warn_of_rows(everyone, config.max_rows)
         count(stats, everyone)
         functions = self._episode_results(drawn, played, stats)
         groups = []
@@ -178,6 +183,20 @@ class Generation:
         stats.slow += self.reward.pop_timeouts()
         stats.reward_seconds += time.monotonic() - started
         return groups
+
+    def _warn_of_rows(self, episodes: Sequence[Episode], most: int) -> None:
+        """Log once if the limit of rows has ended episodes."""
+        ended = sum(episode.lacks_row for episode in episodes)
+        if ended and not self._warned:
+            self._warned = True
+            log.warning(
+                "%d of this rank's %d episodes ended because the agent rewrote its history again after "
+                "env.max_rows=%d rows. Raise env.max_rows, or let the agent rewrite its history less often. This is "
+                "logged once; env/rows is the mean number of rows.",
+                ended,
+                len(episodes),
+                most,
+            )
 
     def _episode_results(
         self, drawn: Sequence[DrawnPrompt], played: list[list[Episode]], stats: RolloutStats
@@ -284,5 +303,7 @@ class Generation:
         buffer = self.overlong_buffer
         if not buffer.enable:
             return [0.0] * len(samples)
-        lengths = torch.tensor([sample.written for sample in samples], dtype=torch.int64)
+        # The limit of tokens, which the penalty is about, is a row's.
+        longest = [max(row.response.written for row in sample.rows([])) for sample in samples]
+        lengths = torch.tensor(longest, dtype=torch.int64)
         return overlong_penalty(lengths, self.params.max_tokens, buffer.len, buffer.penalty_factor).tolist()

@@ -13,6 +13,7 @@ from rlhf.experience.groups_format_7 import from_format_7
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
+from rlhf.rollout.sample import Row
 from rlhf.rollout.sample_codec import from_arrays, joined, split, to_arrays
 
 
@@ -30,6 +31,11 @@ class Group:
     """Each sample's over-long penalty, at most 0."""
     baseline: float | None
     """The greedy response's total reward; None if the estimator uses no greedy baseline."""
+
+    @property
+    def rows(self) -> list[Row]:
+        """The sequences of the model's passes: the rows of each sample."""
+        return [row for sample in self.samples for row in sample.rows(self.prompt_ids)]
 
     @property
     def version(self) -> int:

@@ -88,7 +88,9 @@ class RolloutStats:
     rollout_seconds: float = 0.0
     reward_seconds: float = 0.0
     turns: list[int] = field(default_factory=list)
-    """Turns of the policy in each episode. This and the next two fields leave out failed episodes."""
+    """Turns of the policy in each episode. This and the next three fields leave out failed episodes."""
+    rows: list[int] = field(default_factory=list)
+    """Rows of each agent's episode."""
     tool_calls: list[int] = field(default_factory=list)
     invalid_calls: list[int] = field(default_factory=list)
     env_failures: list[int] = field(default_factory=list)
@@ -116,12 +118,13 @@ def step_metrics(
 
     The metrics include the mean of each reward function's score, and of each further number that a function returns.
     Response lengths include observations (tokens that a tool or an environment wrote), as in verl. Responses of
-    `max_response_length` tokens count as clipped. Samples whose environment failed count in no metric.
+    `max_response_length` tokens count as clipped. Lengths are of rows (`Sample.forks`), rewards of samples. Samples
+    whose environment failed count in no metric.
     """
-    rows = [(len(group.prompt_ids), sample) for group in groups for sample in group.samples]
-    counted = [sample.finish_reason != "failed" for _, sample in rows]
+    counted = [sample.finish_reason != "failed" for group in groups for sample in group.samples]
     scores = [score for score, counts in zip(batch.scores.tolist(), counted, strict=True) if counts]
-    rows = [row for row, counts in zip(rows, counted, strict=True) if counts]
+    every = [row for group in groups for row in group.rows]
+    rows = [(len(ids), response) for ids, response in every if response.finish_reason != "failed"]
     responses = [len(sample) for _, sample in rows]
     own = {
         "reward": Summary.of(scores),
@@ -177,7 +180,7 @@ def generation_metrics(
     sums["perf/journal_bytes"] = [] if journal_bytes is None else [journal_bytes]
     means: dict[str, list[float]] = {"perf/journal_samples": list(stats.journaled)}
     means |= {"env/turns": [float(n) for n in stats.turns], "env/tool_calls": [float(n) for n in stats.tool_calls]}
-    means |= {"env/invalid_calls": [float(n) for n in stats.invalid_calls]}
+    means |= {"env/invalid_calls": [float(n) for n in stats.invalid_calls], "env/rows": [float(n) for n in stats.rows]}
     means |= {"env/failed": [float(failed) for failed in stats.env_failed]}
     # Not env/...: an attempt may fail because the machine is slow or its process was killed; a retry has the same bits.
     sums["perf/env_failures"] = [float(n) for n in stats.env_failures]

@@ -112,6 +112,7 @@ def _shown(
         "extra": {**result.extra, **result.notes},
         "advantage": advantage,
         "length": len(sample),
+        "rows": 1 + len(sample.forks),
         "observations": sample.observations,
         "parts": _parts_of(sample, tokenizer) if sample.observations else None,
         "tokens": _tokens_of(sample, tokenizer) if split == ROLLOUT else None,
@@ -121,11 +122,17 @@ def _shown(
 
 
 def _parts_of(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
-    """Return the response as successive texts, each with its writer: the policy, or its environment."""
+    """Return the response as successive texts, each with its writer: the policy, its environment, or `history` for a
+    history that an agent rewrote, with which a new row begins."""
     bounds = [0, *(bound for span in sample.observations for bound in span), len(sample)]
     texts = [str(tokenizer.decode(sample.token_ids[start:end])) for start, end in pairwise(bounds)]
+    forks = {start for start, _ in sample.forks}
     writers = cycle(("policy", "environment"))
-    return [[writer, text] for writer, text in zip(writers, texts, strict=False) if text]
+    return [
+        ["history" if start in forks else writer, text]
+        for writer, start, text in zip(writers, bounds, texts, strict=False)
+        if text
+    ]
 
 
 def _tokens_of(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[list[Any]]:

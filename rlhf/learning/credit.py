@@ -13,6 +13,7 @@ from rlhf.algorithms.statistics import masked
 from rlhf.batch import RolloutBatch
 from rlhf.config import AlgorithmConfig
 from rlhf.learning.guards import Guards
+from rlhf.learning.joined_rows import JoinedRows
 from rlhf.learning.reward_scaling import RewardScaling
 from rlhf.ranks.collectives import all_max, all_sum
 
@@ -30,8 +31,12 @@ class Credit(NamedTuple):
     mask: Tensor
     """[N, R] bool: tokens that the policy wrote, without truncated responses if `mask_truncated_responses` is set."""
 
-    def means(self) -> list[float]:
-        return (self.advantages.double().sum(1) / self.mask.sum(1).clamp(min=1)).tolist()
+    def means(self, samples: Tensor | None = None) -> list[float]:
+        """Return each sample's mean advantage. `samples` as in `RolloutBatch`."""
+        sums, tokens = self.advantages.double().sum(1), self.mask.sum(1)
+        if samples is not None and len(samples):
+            sums, tokens = (each.new_zeros(int(samples[-1]) + 1).index_add(0, samples, each) for each in (sums, tokens))
+        return (sums / tokens.clamp(min=1)).tolist()
 
 
 class Advantages:
@@ -50,15 +55,20 @@ class Advantages:
     ) -> tuple[Credit, dict[str, float]]:
         """Return the credit of the tokens of `batch`, and metrics over all ranks. Collective.
 
-        `mask_truncated_responses` masks truncated responses after the estimator, so their scores still count in the
-        statistics of their group and of the batch.
+        The estimator receives the rows of an episode as one sequence (`JoinedRows`). `mask_truncated_responses` masks
+        truncated responses after the estimator, so their scores still count in the statistics of their group and of
+        the batch.
 
         Args:
             batch: has `baselines` if the estimator needs them (ReMax).
             values: [N, R] by the critic; None without a critic.
             policies: None without a KL in the reward.
         """
-        mask = batch.response_mask
+        joined = JoinedRows.of(batch)
+        mask = batch.response_mask if joined is None else joined.join(batch.response_mask)
+        if joined is not None:
+            values = None if values is None else joined.join(values)
+            policies = None if policies is None else (joined.join(policies[0]), joined.join(policies[1]))
         scores, baselines, metrics = self.scaling.apply(batch, guards)
         rewards = scores_on_last_tokens(scores, mask)
         if policies is not None:
@@ -69,7 +79,13 @@ class Advantages:
         if self._config.mask_truncated_responses:
             credit, share_metrics = _without_truncated(credit, batch.truncated)
             metrics |= share_metrics
-        return credit, metrics | _advantage_metrics(credit.advantages, credit.mask)
+        metrics |= _advantage_metrics(credit.advantages, credit.mask)
+        if joined is not None:
+            returns = None if credit.returns is None else joined.split(credit.returns)
+            # The same object as the batch's mask says that no token was masked.
+            of_rows = batch.response_mask if credit.mask is mask else joined.split(credit.mask)
+            credit = Credit(joined.split(credit.advantages), returns, of_rows)
+        return credit, metrics
 
     def _kl_rewards(self, policies: Policies, mask: Tensor, guards: Guards) -> tuple[Tensor, dict[str, float]]:
         """Return the KL penalty on each token's reward, [N, R], and adapt the coefficient for the next batch."""

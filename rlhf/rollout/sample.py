@@ -2,12 +2,15 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 FinishReason = Literal["stop", "length", "partial", "failed"]
 Spans = tuple[tuple[int, int], ...]
+ROW = 1 << 32
+"""Row r of an episode has the number `sample + r * ROW`. So the rows of an episode share no noise with each other, and
+none with the rows of other samples."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +39,9 @@ class Sample:
     `end`. The last run ends with the response."""
     observations: Spans = ()
     """Spans [start, end) in order: tokens that a tool or an environment wrote. The policy wrote all other tokens."""
+    forks: Spans = ()
+    """Pairs (start, prompt) in order. An agent rewrote its history at each `start`: there a new row begins, whose model
+    passes see no earlier token. The row's first `prompt` tokens are its prompt."""
 
     def __post_init__(self) -> None:
         types = self.token_ids.dtype, self.log_probs.dtype
@@ -47,6 +53,9 @@ class Sample:
         ends = [end for _, end in self.versions]
         if ends != sorted(ends) or ends[-1:] != [len(self)]:
             raise ValueError(f"versions {self.versions} are not runs that end with {len(self)} tokens")
+        bounds = [0, *(bound for start, prompt in self.forks for bound in (start, start + prompt)), len(self)]
+        if self.forks and bounds != sorted(set(bounds)):
+            raise ValueError(f"forks {self.forks} are not rows of {len(self)} tokens in order")
 
     @classmethod
     def of(
@@ -103,6 +112,36 @@ class Sample:
         """Number of tokens that the policy wrote."""
         return len(self) - sum(end - start for start, end in self.observations)
 
+    def rows(self, prompt_ids: Sequence[int]) -> "list[Row]":
+        """Return the sequences of the model's passes, in the order of time. `prompt_ids` is the first row's prompt."""
+        if not self.forks:
+            return [Row(prompt_ids, self)]
+        ends = [*(start for start, _ in self.forks), len(self)]
+        rows = [Row(prompt_ids, self.part(0, ends[0], 0))]
+        for number, (start, prompt) in enumerate(self.forks, 1):
+            first = start + prompt
+            rows.append(Row(self.token_ids[start:first].tolist(), self.part(first, ends[number], number)))
+        return rows
+
+    def part(self, start: int, end: int, row: int) -> "Sample":
+        """Return the tokens from `start` to `end`, at least one, as the sample of row number `row`."""
+        begins = [0, *(run_end for _, run_end in self.versions)]
+        runs = [
+            (version, min(run_end, end) - start)
+            for begin, (version, run_end) in zip(begins, self.versions, strict=False)
+            if begin < end and run_end > start
+        ]
+        spans = [(max(first, start) - start, min(last, end) - start) for first, last in self.observations]
+        return Sample(
+            self.uid,
+            self.sample + row * ROW,
+            self.token_ids[start:end],
+            self.log_probs[start:end],
+            self.finish_reason,
+            tuple(runs),
+            tuple((first, last) for first, last in spans if first < last),
+        )
+
     def mask(self) -> np.ndarray:
         """Return [T] bool: True on the tokens that the policy wrote, False on observations."""
         mask = np.ones(len(self), np.bool_)
@@ -112,7 +151,14 @@ class Sample:
 
     def _facts(self) -> tuple[object, ...]:
         arrays = self.token_ids.tobytes(), self.log_probs.tobytes()
-        return self.uid, self.sample, *arrays, self.finish_reason, self.versions, self.observations
+        return self.uid, self.sample, *arrays, self.finish_reason, self.versions, self.observations, self.forks
+
+
+class Row(NamedTuple):
+    """One sequence of the model's passes: a sample, or a row of a sample with forks."""
+
+    prompt_ids: Sequence[int]
+    response: Sample
 
 
 def as_spans(pairs: Iterable[Sequence[int]]) -> Spans:

@@ -24,18 +24,21 @@ def to_arrays(samples: Sequence[Sample]) -> Arrays:
     """Return `samples` as little-endian 1-D arrays, without loss.
 
     `token_ids` (int32) and `log_probs` (float32) are concatenated over the samples. `rows` (FIELDS numbers per sample),
-    `versions` and `observations` (pairs) are flattened int64.
+    `versions` and `observations` (pairs) are flattened int64. If any sample has forks, `forks` are flattened triples:
+    index of the sample, and its fork's two numbers.
     """
     rows = [
         (s.uid, s.sample, len(s), REASONS.index(s.finish_reason), len(s.versions), len(s.observations)) for s in samples
     ]
-    return {
+    forks = [(i, *fork) for i, sample in enumerate(samples) for fork in sample.forks]
+    arrays = {
         "token_ids": joined([sample.token_ids for sample in samples], "<i4"),
         "log_probs": joined([sample.log_probs for sample in samples], "<f4"),
         "rows": np.array(rows, "<i8").reshape(-1),
         "versions": np.array([run for sample in samples for run in sample.versions], "<i8").reshape(-1),
         "observations": np.array([span for sample in samples for span in sample.observations], "<i8").reshape(-1),
     }
+    return arrays | ({"forks": np.array(forks, "<i8").reshape(-1)} if forks else {})
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray]) -> list[Sample]:
@@ -45,13 +48,18 @@ def from_arrays(arrays: Mapping[str, np.ndarray]) -> list[Sample]:
         ValueError: the lengths of the arrays contradict their rows.
     """
     _check_lengths(arrays)
+    forks: dict[int, list[list[int]]] = {}
+    for i, *fork in arrays["forks"].reshape(-1, 3).tolist() if "forks" in arrays else []:
+        forks.setdefault(i, []).append(fork)
     runs, spans = (iter(arrays[name].reshape(-1, 2).tolist()) for name in ("versions", "observations"))
     rows = arrays["rows"].reshape(-1, FIELDS).tolist()
     token_ids, log_probs = (split(arrays[name], [row[2] for row in rows]) for name in ("token_ids", "log_probs"))
     samples = []
-    for (uid, number, _, reason, of_runs, of_spans), ids, own in zip(rows, token_ids, log_probs, strict=True):
+    for i, (row, ids, own) in enumerate(zip(rows, token_ids, log_probs, strict=True)):
+        uid, number, _, reason, of_runs, of_spans = row
         versions, observations = as_spans(islice(runs, of_runs)), as_spans(islice(spans, of_spans))
-        samples.append(Sample(uid, number, ids, own, REASONS[reason], versions, observations))
+        own_forks = as_spans(forks.get(i, ()))
+        samples.append(Sample(uid, number, ids, own, REASONS[reason], versions, observations, own_forks))
     return samples
 
 

@@ -23,9 +23,10 @@ ShownSample = Mapping[str, Any]
 """One sample: `split` (`rollout` or `validation`), `uid` (the prompt's position) and `sample` (number within the
 prompt), `data_source`, `prompt` and `response` (texts), `ground_truth`, `score` (whole reward), `rewards` (per reward
 function), `extra` (the functions' further numbers, texts, lists), `advantage` (mean over the policy's tokens; null in a
-validation), `length` (response tokens), `observations` (spans [start, end) of response tokens that the policy did not
-write), `parts` (of an episode: pairs of writer, `policy` or `environment`, and text; else null), `tokens` (of a
-rollout's first tokens: pairs of text and log-prob, which is null for a token of the environment; else null),
+validation), `length` (response tokens), `rows` (1, and one for each history that an agent rewrote), `observations`
+(spans [start, end) of response tokens that the policy did not write), `parts` (of an episode: pairs of writer,
+`policy`, `environment` or `history` (rewritten), and text; else null), `tokens` (of a rollout's first tokens: pairs of
+text and log-prob, which is null for a token of the environment; else null),
 `finish_reason`, `version` (the policy's optimizer steps)."""
 
 
@@ -139,7 +140,8 @@ def as_text(sample: ShownSample) -> str:
     terms = {**sample.get("rewards", {}), **sample.get("extra", {})}
     notes = {name: value for name, value in terms.items() if not isinstance(value, int | float)}
     numbers += [f"{name} {value:.4g}" for name, value in terms.items() if len(terms) > 1 and name not in notes]
-    numbers.append(f"{sample.get('length')} tokens ({sample.get('finish_reason')})")
+    rows = f" in {sample['rows']} rows" if (sample.get("rows") or 1) > 1 else ""
+    numbers.append(f"{sample.get('length')} tokens{rows} ({sample.get('finish_reason')})")
     head = f"{sample.get('split')} {sample.get('uid')}.{sample.get('sample')}: {', '.join(numbers)}"
     truth = sample.get("ground_truth")
     parts = [("prompt", sample.get("prompt")), *_response(sample), ("reference answer", truth)]

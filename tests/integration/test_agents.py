@@ -5,6 +5,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -16,12 +17,14 @@ from rlhf.data import Prompt
 from rlhf.data.turns.chat_turns import ChatTurns
 from rlhf.environments.sessions import EnvironmentPool
 from rlhf.experience.episode import EnvironmentClass, Episode, Stage
+from rlhf.experience.episode_groups import with_one_prompt
 from rlhf.experience.episodes import Asked, Episodes
 from rlhf.models import tiny
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.rollout import SamplingParams
 from rlhf.rollout.embedded import EmbeddedEngine
+from rlhf.rollout.sample import ROW
 from tests.support.played import Crash, Sampler, crash_at, facts, journal_at
 
 ROOT = Path(__file__).parents[2]
@@ -120,6 +123,84 @@ def test_a_crash_anywhere_changes_no_bit(event, sampler, tmp_path):
         assert found == expected
 
 
+def test_a_rewritten_history_begins_a_row(sampler):
+    """Each row is what the engine saw, and each sampled token is in the loss once, where the policy sampled it."""
+    seen: dict[tuple[int, int], list[tuple[list[int], list[int]]]] = {}
+
+    def generate(requests, *, version, step):
+        made = sampler.generate(requests, version=version, step=step)
+        for request, sample in zip(requests, made, strict=True):
+            new = sample.token_ids[request.start :].tolist()
+            seen.setdefault((request.uid, request.sample), []).append((request.context, new))
+        return made
+
+    observing = SimpleNamespace(generate=generate, tokenizer=sampler.tokenizer)
+    with agent("compact") as pool:
+        groups = play(pool, observing)
+    forked = 0
+    for group in groups:
+        assert {episode.phase for episode in group} == {Stage.DONE}, failures(groups)
+        prompt, samples = with_one_prompt(group, 0)
+        for episode, sample in zip(group, samples, strict=True):
+            rows = sample.rows(prompt)
+            assert len(rows) == episode.rows
+            # A turn without an end token ends an episode early.
+            forked += episode.rows == 4
+            assert [row.response.sample for row in rows] == [sample.sample + n * ROW for n in range(len(rows))]
+            for prompt_ids, response in rows:
+                whole = [*prompt_ids, *response.token_ids.tolist()]
+                turns = seen.pop((response.uid, response.sample))
+                for before, drawn in turns:
+                    assert whole[: len(before)] == before
+                    assert whole[len(before) : len(before) + len(drawn)] == drawn
+                assert response.token_ids[response.mask()].tolist() == [t for _, drawn in turns for t in drawn]
+                assert len(prompt_ids) <= 96
+                assert len(response) <= 60
+            if episode.rows == 4:
+                texts = [sampler.tokenizer.decode(row.prompt_ids) for row in rows]
+                assert "It was" in texts[1]
+                assert "calc" not in texts[1]
+                assert "The last one." in sampler.tokenizer.decode([*rows[3].prompt_ids, *rows[3].response.token_ids])
+                roles = [message["role"] for message in episode.conversation]
+                assert roles.count("assistant") == episode.turn == 6
+                assert "A new question." in [message["content"] for message in episode.conversation]
+    assert seen == {}
+    assert forked
+
+
+def test_a_crash_changes_no_bit_of_a_forked_episode(sampler, tmp_path):
+    with agent("compact") as pool:
+        expected, crashes = facts(play(pool, sampler)), 0
+        for event in ("env.answered", "env.recorded", "env.turn"):
+            for nth in range(1, 20):
+                try:
+                    with crash_at(event, nth):
+                        found = facts(play(pool, sampler, journal=journal_at(tmp_path / event)))
+                    break
+                except Crash:
+                    crashes += 1
+            assert found == expected
+        assert crashes >= 9
+
+
+def test_the_rows_of_an_episode_are_limited(sampler):
+    with agent("compacts", max_rows=3) as pool:
+        for group in play(pool, sampler):
+            ended = [(e.phase, e.rows, e.turn, e.lacks_row, e.finished(0).finish_reason) for e in group]
+            assert ended == [(Stage.DONE, 3, 3, True, "length")] * 3
+
+
+def test_a_long_rewritten_history_is_in_part_an_observation(sampler):
+    with agent("long") as pool:
+        for group in play(pool, sampler):
+            for episode in group:
+                assert (episode.phase, episode.rows, episode.rewards) == (Stage.DONE, 2, [1.0]), episode.failures
+                assert not episode.lacks_row
+                row = episode.finished(0).rows(episode.prompt_ids)[1]
+                assert len(row.prompt_ids) == 96
+                assert row.response.observations[0][0] == 0
+
+
 @pytest.mark.parametrize(("behavior", "network"), [("draws", False), ("paths", False), ("paths", True)])
 def test_a_program_sends_the_same_requests_when_it_starts_again(behavior, network, sampler):
     """Otherwise its episode would fail after a kill."""
@@ -137,8 +218,7 @@ def test_each_program_has_its_own_reward(behavior, sampler):
 WRONG = {
     "silent": ("without a request", "nothing to do"),
     "crash": ("exit code 1", "ValueError: the agent burnt"),
-    "rewrite": ("message 1 (user) differs", "repeat all messages"),
-    "twice": ("rejected: ",),
+    "twice": ("rejected: ", "before the answer to another request"),
     "no_number": ("RLHF_REWARD_FILE", "'good'", "finite number"),
     "no_reward": ("wrote no reward", "reward.functions"),
     "pipe": ("RLHF_REWARD_FILE is not a file",),

@@ -21,7 +21,7 @@ from rlhf.rollout import Sample
 from tests.support.numeric_ranks import run_ranks, single_rank
 
 VERSION, N, WEIGHT, SEEDS = 6, 4, 0.5, range(5)
-KIND: Any = SimpleNamespace(definition=SimpleNamespace(label="shop"))
+KIND: Any = SimpleNamespace(definition=SimpleNamespace(label="shop", is_agent=True))
 
 
 def random_step(seed: int) -> list[tuple[Group, list[Any]]]:
@@ -44,6 +44,7 @@ def random_step(seed: int) -> list[tuple[Group, list[Any]]]:
                 phase=Stage.FAILED if failed else Stage.DONE,
                 rewards=[rng.gauss(0, 1) for _ in range(turns + 1)],  # a reward for each turn, and the final reward
                 turn=turns,
+                rows=rng.randint(1, turns),
                 tool_calls=rng.randint(0, 9),
                 invalid_calls=rng.randint(0, 3),
                 failures=["error"] * (rng.randint(0, 2) + failed),
@@ -97,6 +98,7 @@ def expected(seed: int) -> dict[str, float]:
         "reward/max": max(rewards),
         "reward/shop": float(np.mean(own)),
         "env/turns": float(np.mean([episode.turn for episode in done])),
+        "env/rows": float(np.mean([episode.rows for episode in done])),
         "env/tool_calls": float(np.mean([episode.tool_calls for episode in done])),
         "env/invalid_calls": float(np.mean([episode.invalid_calls for episode in done])),
         "env/failed": 1 - len(done) / len(pairs),

@@ -116,9 +116,34 @@ def crash() -> None:
     raise ValueError("the agent burnt")
 
 
-def rewrite() -> None:
-    first = ask(ROW["messages"])
-    ask([{"role": "user", "content": "Summary."}, first, {"role": "user", "content": "Go on."}])
+def compact() -> None:
+    """Replace the history by a summary, ask a new question with tools, and go back to the first history."""
+    user = lambda text: {"role": "user", "content": text}  # noqa: E731
+    first = [*ROW["messages"]]
+    first += [ask(first), user("Again.")]
+    first.append(ask(first))
+    summary = [{"role": "system", "content": "Sum."}, user(f"It was {first[1]['content'].strip()[:8]}. Go on.")]
+    summary.append(ask(summary))
+    summary.append(ask([*summary, user("More.")]))
+    summary[-1:-1] = [user("More.")]
+    ask([user("A new question.")], tools=[CALC])
+    last = ask([*first, user("The last one.")])
+    reward(len(last["content"]))
+
+
+def compacts() -> None:
+    """Rewrite the history before each turn, without end."""
+    for number in range(100):
+        ask([*ROW["messages"], {"role": "user", "content": f"note {number}"}])
+
+
+def long() -> None:
+    """Rewrite the history to one that is longer than a prompt may be, and then to one that is too long for a row."""
+    ask(ROW["messages"])
+    reward(1)
+    for words in (45, 100):
+        ask([*ROW["messages"], {"role": "user", "content": "9 " * words}])
+    reward(2)
 
 
 def twice() -> None:

@@ -46,12 +46,10 @@ REJECTED = {
     "no role": ({"messages": [*AFTER, {"content": "x"}]}, "role"),
     "an image": ({"messages": [*AFTER, USER | {"content": [{"type": "image_url"}]}]}, "not text"),
     "nothing new": ({"messages": AFTER}, "adds no message"),
-    "shorter": ({"messages": [USER]}, "adds no message"),
-    "another answer": ({"messages": [USER, ANSWER | {"content": "6"}, USER]}, "message 2 (assistant) differs"),
-    "another question": ({"messages": [USER | {"content": "x"}, ANSWER, USER]}, "message 1 (user) differs"),
+    "nothing after another answer": ({"messages": [USER, ANSWER | {"content": "6"}]}, "ends with an assistant message"),
+    "another empty history": ({"messages": [USER | {"content": " "}]}, "empty"),
     "an unknown call": ({"messages": [*AFTER, {"role": "tool", "tool_call_id": "c9"}]}, "'c9'"),
     "a new system": ({"messages": [*AFTER, {"role": "system", "content": "x"}]}, "not system"),
-    "other tools": ({"messages": [*AFTER, USER], "tools": [TOOL]}, "tools differ"),
     "two choices": ({"messages": [*AFTER, USER], "n": 2}, "n=2 is not supported"),
     "forced": ({"messages": [*AFTER, USER], "tool_choice": "required"}, "tool_choice="),
     "a form": ({"messages": [*AFTER, USER], "response_format": {"type": "json_object"}}, "response_format="),
@@ -66,6 +64,43 @@ def test_a_request_that_does_not_continue_is_rejected(case):
     with pytest.raises(RejectedRequest) as raised:
         conversation.take(request)
     assert words in str(raised.value)
+
+
+SYSTEM = {"role": "system", "content": "Add."}
+REWRITTEN = {
+    "the same question again": ([USER], 1),
+    "another answer": ([USER, ANSWER | {"content": "6"}, USER], 1),
+    "another question": ([USER | {"content": "x"}, ANSWER, USER], 0),
+    "a summary": ([SYSTEM, {"role": "user", "content": "It was 5. Go on."}], 0),
+    "other tools": ([*AFTER, USER], 2),
+}
+
+
+@pytest.mark.parametrize("case", REWRITTEN)
+def test_a_request_that_rewrites_the_history_forks(case):
+    messages, kept = REWRITTEN[case]
+    tools = [TOOL] if case == "other tools" else []
+    conversation = begun()
+    conversation.answered(ANSWER)
+    fork = conversation.take({"messages": messages, "tools": tools})
+    assert fork == {"messages": messages, "tools": tools, "kept": kept}
+    assert is_reply(fork)
+    # The next request continues the rewritten history.
+    conversation.answered(ANSWER)
+    assert conversation.take({"messages": [*messages, ANSWER, USER], "tools": tools}) == [USER]
+
+
+def test_results_in_a_rewritten_history_have_the_names_of_their_tools():
+    conversation = begun(tools=[TOOL])
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    result = {"role": "tool", "tool_call_id": "c1", "content": "(left out)"}
+    conversation.answered(called)
+    conversation.take({"messages": [USER, called, result], "tools": [TOOL]})
+    conversation.answered(ANSWER)
+    unknown = {"role": "tool", "tool_call_id": "c2", "content": "5"}
+    fork = conversation.take({"messages": [SYSTEM, called, result, unknown, ANSWER, USER], "tools": [TOOL]})
+    assert isinstance(fork, dict)
+    assert fork["messages"][2:4] == [result | {"name": "add"}, unknown]
 
 
 def test_a_call_needs_its_result():
@@ -110,6 +145,11 @@ def test_replies_of_a_process_that_runs_users_code_are_checked(value):
     assert is_start({"messages": [USER], "tools": [TOOL]})
     assert is_reply(None)
     assert not is_reply([ANSWER])
+    fork = {"messages": [USER, ANSWER, USER], "tools": [TOOL], "kept": 1}
+    assert is_reply(fork)
+    wrong = ({"kept": 4}, {"kept": -1}, {"kept": True}, {"kept": None}, {"tools": [{}]}, {"messages": []}, {"more": 1})
+    assert not any(is_reply(fork | each) for each in wrong)
+    assert not is_reply({"messages": [USER], "tools": []})
 
 
 def test_the_endpoint_wants_its_key_and_ends():
@@ -138,7 +178,10 @@ def test_the_endpoint_wants_its_key_and_ends():
         assert post(body=b" " * (MAX_REQUEST_BYTES + 1))[0] == 413
         waiting = threading.Thread(target=lambda: answers.append(post()))
         waiting.start()
-        requests.get(timeout=10)
+        assert not requests.get(timeout=10).overlaps
+        for body, overlaps in ((b"{}", False), (b'{"messages": []}', True)):  # a repeated request, and another one
+            threading.Thread(target=post, kwargs={"body": body}, daemon=True).start()
+            assert requests.get(timeout=10).overlaps == overlaps
         endpoint.end()
         waiting.join()
         assert answers[1][0] == 400

@@ -66,7 +66,7 @@ class CountingChat:
 def episode(chat: CountingChat) -> Episode:
     kind = EnvironmentClass(0, Definition("Talk", [], "step", False), lambda tools: chat)
     prompt = Prompt(0, [{"role": "user", "content": "Go."}], [], "", None, {})
-    limits = Limits(turns=4, invalid_calls=0, retries=0, prompt_tokens=16)
+    limits = Limits(turns=4, rows=1, invalid_calls=0, retries=0, prompt_tokens=16)
     return Episode(0, 0, prompt, SamplingParams(max_tokens=16), kind, limits, {}, lambda name: None)
 
 
