@@ -13,7 +13,7 @@ from rlhf.experience.groups_format_7 import from_format_7
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
-from rlhf.rollout.sample import Row
+from rlhf.rollout.sample import SampleRow
 from rlhf.rollout.sample_codec import from_arrays, joined, split, to_arrays
 
 
@@ -33,7 +33,7 @@ class Group:
     """The greedy response's total reward; None if the estimator uses no greedy baseline."""
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[SampleRow]:
         """The sequences of the model's passes: the rows of each sample."""
         return [row for sample in self.samples for row in sample.rows(self.prompt_ids)]
 

@@ -9,6 +9,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 LINEAR = 24576
 EXTRA = 2
@@ -26,16 +27,19 @@ def cost(length: int) -> int:
     return length * (LINEAR + length)
 
 
-def balance_samples(lengths: Sequence[int], mini_batches: int, ranks: int) -> list[int]:
-    """Return the rank that trains on each sample, so that costs are about equal in each mini-batch and in the step.
+def balance_samples(
+    lengths: Sequence[int], mini_batches: int, ranks: int, rows_of: Sequence[int] | None = None
+) -> list[int]:
+    """Return the rank that trains on each row, so that costs are about equal in each mini-batch and in the step.
 
     Args:
-        lengths: tokens of prompt and response of each sample, in the order of uid and sample number.
-        mini_batches: number of consecutive parts of equal size, one optimizer step each.
+        lengths: tokens of prompt and response of each row, in the order of uid and sample number.
+        mini_batches: number of consecutive parts with equally many samples, one optimizer step each.
+        rows_of: number of rows of each sample (`Sample.forks`); None if each row is a sample.
     """
     owners = [0] * len(lengths)
     so_far = [0] * ranks
-    for part in _parts(len(lengths), mini_batches):
+    for part in _parts(rows_of or [1] * len(lengths), mini_batches):
         # Assign the costliest sample first, each to the share with the least cost so far (Graham 1969).
         shares: list[list[int]] = [[] for _ in range(ranks)]
         totals = [(0, share) for share in range(ranks)]
@@ -57,13 +61,20 @@ class SampleBalance:
     """Split of a step's samples over mini-batches and ranks, from which each rank's micro-batches follow."""
 
     lengths: list[list[list[int]]]
-    """Tokens of the samples by [mini-batch][rank], in the order of the rank's rows."""
+    """Tokens of the rows by [mini-batch][rank], in the order of the rank's rows."""
 
     @classmethod
-    def owned(cls, lengths: Sequence[int], owners: Sequence[int], mini_batches: int, ranks: int) -> "SampleBalance":
-        """Return the split with each sample on its rank in `owners` (from `balance_samples`), in the given order."""
+    def owned(
+        cls,
+        lengths: Sequence[int],
+        owners: Sequence[int],
+        mini_batches: int,
+        ranks: int,
+        rows_of: Sequence[int] | None = None,
+    ) -> "SampleBalance":
+        """Return the split with each row on its rank in `owners` (from `balance_samples`), in the given order."""
         found: list[list[list[int]]] = []
-        for part in _parts(len(lengths), mini_batches):
+        for part in _parts(rows_of or [1] * len(lengths), mini_batches):
             of_ranks: list[list[int]] = [[] for _ in range(ranks)]
             for row in part:
                 of_ranks[owners[row]].append(lengths[row])
@@ -101,8 +112,10 @@ class SampleBalance:
         return [[[row for _, row in micro] for micro in micros] for micros in plan]
 
 
-def _parts(size: int, count: int) -> list[range]:
-    return [range(size * i // count, size * (i + 1) // count) for i in range(count)]
+def _parts(rows_of: Sequence[int], count: int) -> list[range]:
+    """Return the rows of `count` parts with equally many samples."""
+    ends, size = list(accumulate(rows_of, initial=0)), len(rows_of)
+    return [range(ends[size * i // count], ends[size * (i + 1) // count]) for i in range(count)]
 
 
 def _padded(ranks: list[list[Placed]], budget: int) -> list[list[list[Placed]]]:

@@ -6,6 +6,7 @@ samples of its model passes and updates, balanced so that all ranks finish each 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain, pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -18,6 +19,7 @@ from rlhf.ranks import dims
 from rlhf.ranks.collectives import all_to_all
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.dims import RankGroup
+from rlhf.rollout.sample import ROW
 
 TRAINING_FIELDS = [field.name for field in fields(Batch)]
 """Fields of a rollout batch that are sent to the training ranks."""
@@ -92,10 +94,13 @@ class Shuffle:
     _prompts: list[int]
     _responses: list[int]
     """Numbers of tokens of all ranks' prompts and responses, in the order of uids."""
+    _samples: list[range]
+    """The rows of each sample."""
 
     def deal(self, epoch: int) -> tuple[list[Place], SampleBalance]:
         """Return the place of every sample in an epoch, and the split of the mini-batches over the ranks."""
-        return _deal(self._prompts, self._responses, self._order(epoch), self.mini_batches, self.ranks.size)
+        shuffled = [self._samples[i] for i in self._order(epoch)]
+        return _deal(self._prompts, self._responses, shuffled, self.mini_batches, self.ranks.size)
 
     def moved(self, batch: B, epoch: int) -> B:
         """Return this rank's samples of an epoch, from the `batch` of epoch 0 with all its fields. Collective."""
@@ -106,7 +111,7 @@ class Shuffle:
     def _order(self, epoch: int) -> list[int]:
         # The prompt stream uses the same generator, but never these counters.
         bits = np.random.Philox(key=[self.seed, self.step], counter=[0, 0, 0, 1 + epoch])
-        return np.argsort(bits.random_raw(len(self._prompts)), kind="stable").tolist()
+        return np.argsort(bits.random_raw(len(self._samples)), kind="stable").tolist()
 
 
 @dataclass(frozen=True)
@@ -143,38 +148,45 @@ class SampleResharder:
             uids: uid of the prompt of each row, ascending. All samples of a prompt are on one rank.
             step: number of the training step, for the shuffle.
         """
-        facts = list(zip(uids, rollout.prompt_lengths.tolist(), rollout.response_lengths.tolist(), strict=True))
+        tensors = rollout.prompt_lengths, rollout.response_lengths, rollout.numbers
+        facts = list(zip(uids, *(tensor.tolist() for tensor in tensors), strict=True))
         ranks = dims.data()
         of_ranks = ranks.of(self.coordinator.all_gather(facts))
         placed = sorted((fact[0], rank, row) for rank, own in enumerate(of_ranks) for row, fact in enumerate(own))
         sources = [(rank, row) for _, rank, row in placed]
         prompts, responses = ([of_ranks[rank][row][i] for rank, row in sources] for i in (1, 2))
-        shuffle = None
+        shuffle, samples = None, _samples([of_ranks[rank][row][3] for rank, row in sources])
         if self.shuffle_seed is not None:
-            shuffle = Shuffle(self.shuffle_seed, step, self.mini_batches, ranks, prompts, responses)
+            shuffle = Shuffle(self.shuffle_seed, step, self.mini_batches, ranks, prompts, responses, samples)
             places, plan = shuffle.deal(0)
         else:
-            in_order = range(len(prompts))
-            places, plan = _deal(prompts, responses, in_order, self.mini_batches, ranks.size)
+            places, plan = _deal(prompts, responses, samples, self.mini_batches, ranks.size)
         to_training = SampleRoute(sources, places, torch.tensor(responses), ranks)
         to_rollout = SampleRoute(places, sources, torch.tensor(responses), ranks)
-        tensors = {name: value for name, value in rollout.present().items() if name in TRAINING_FIELDS}
+        moved = {name: value for name, value in rollout.present().items() if name in TRAINING_FIELDS}
         return TrainingBatches(
-            Batch(**_moved(tensors, to_training, torch.tensor(prompts))), plan, shuffle, to_training, to_rollout
+            Batch(**_moved(moved, to_training, torch.tensor(prompts))), plan, shuffle, to_training, to_rollout
         )
 
 
 def _deal(
-    prompts: Sequence[int], responses: Sequence[int], order: Sequence[int], mini_batches: int, ranks: int
+    prompts: Sequence[int], responses: Sequence[int], samples: Sequence[range], mini_batches: int, ranks: int
 ) -> tuple[list[Place], SampleBalance]:
-    """Return the place of each sample, and the split of the mini-batches, which are consecutive parts of `order`."""
-    lengths = [prompts[sample] + responses[sample] for sample in order]
-    owners = balance_samples(lengths, mini_batches, ranks)
+    """Return the place of each row, and the split of the mini-batches, which are consecutive parts of `samples`."""
+    order, rows_of = list(chain.from_iterable(samples)), list(map(len, samples))
+    lengths = [prompts[row] + responses[row] for row in order]
+    owners = balance_samples(lengths, mini_batches, ranks, rows_of)
     counts, places = [0] * ranks, [(0, 0)] * len(order)
-    for sample, owner in zip(order, owners, strict=True):
-        places[sample] = (owner, counts[owner])
+    for row, owner in zip(order, owners, strict=True):
+        places[row] = (owner, counts[owner])
         counts[owner] += 1
-    return places, SampleBalance.owned(lengths, owners, mini_batches, ranks)
+    return places, SampleBalance.owned(lengths, owners, mini_batches, ranks, rows_of)
+
+
+def _samples(numbers: Sequence[int]) -> list[range]:
+    """Return the rows of each sample, from the numbers of all rows (`Batch.numbers`)."""
+    starts = [row for row, number in enumerate(numbers) if number < ROW]
+    return [range(*pair) for pair in pairwise([*starts, len(numbers)])]
 
 
 def _moved(tensors: dict[str, Tensor], route: SampleRoute, prompts: Tensor) -> dict[str, Tensor]:

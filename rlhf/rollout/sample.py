@@ -112,15 +112,15 @@ class Sample:
         """Number of tokens that the policy wrote."""
         return len(self) - sum(end - start for start, end in self.observations)
 
-    def rows(self, prompt_ids: Sequence[int]) -> "list[Row]":
+    def rows(self, prompt_ids: Sequence[int]) -> "list[SampleRow]":
         """Return the sequences of the model's passes, in the order of time. `prompt_ids` is the first row's prompt."""
         if not self.forks:
-            return [Row(prompt_ids, self)]
+            return [SampleRow(prompt_ids, self)]
         ends = [*(start for start, _ in self.forks), len(self)]
-        rows = [Row(prompt_ids, self.part(0, ends[0], 0))]
+        rows = [SampleRow(prompt_ids, self.part(0, ends[0], 0))]
         for number, (start, prompt) in enumerate(self.forks, 1):
             first = start + prompt
-            rows.append(Row(self.token_ids[start:first].tolist(), self.part(first, ends[number], number)))
+            rows.append(SampleRow(self.token_ids[start:first].tolist(), self.part(first, ends[number], number)))
         return rows
 
     def part(self, start: int, end: int, row: int) -> "Sample":
@@ -154,7 +154,7 @@ class Sample:
         return self.uid, self.sample, *arrays, self.finish_reason, self.versions, self.observations, self.forks
 
 
-class Row(NamedTuple):
+class SampleRow(NamedTuple):
     """One sequence of the model's passes: a sample, or a row of a sample with forks."""
 
     prompt_ids: Sequence[int]

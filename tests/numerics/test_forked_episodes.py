@@ -14,10 +14,12 @@ from rlhf.experience.groups import Group, from_tensors, to_tensors
 from rlhf.experience.metrics import step_metrics
 from rlhf.learning.credit import Advantages
 from rlhf.learning.guards import Guards
+from rlhf.learning.resharding import SampleResharder
 from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample
+from rlhf.rollout.sample import ROW
 from tests.support import float_reference as reference
 from tests.support.numeric_ranks import run_ranks, single_rank
 
@@ -170,6 +172,32 @@ def test_metrics_count_rows_in_lengths_and_samples_in_rewards():
     assert tokens.responses == batch.response_mask.sum()
     assert metrics["response_length/mean"] == pytest.approx(batch.response_lengths.double().mean().item())
     assert metrics["reward/mean"] == pytest.approx(np.mean([score for group in made for score in group.scores]))
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_the_rows_of_a_sample_are_in_one_mini_batch(seed):
+    made = groups(4)
+    batch = collate(made, 0, 3, torch.device("cpu"))
+    uids = [group.uid for group in made for _ in group.rows]
+    with single_rank():
+        resharder = SampleResharder(3, Coordinator(GlooTransport()), seed)
+        training = resharder.reshard(batch, uids, 1)
+        drawn = [(training.batch, training.balance)]
+        if training.shuffle is not None:
+            drawn.append((training.shuffle.moved(training.batch, 1), training.shuffle.deal(1)[1]))
+    orders = []
+    for present, balance in drawn:
+        parts = [balance.rows(part, 0) for part in range(3)]
+        keys = [list(zip(present.uids[rows], present.numbers[rows] % ROW, strict=True)) for rows in parts]
+        samples = [{(int(uid), int(number)) for uid, number in part} for part in keys]
+        assert [len(part) for part in samples] == [N, N, N]
+        assert len(set.union(*samples)) == 3 * N
+        if seed is None:
+            assert [{uid for uid, _ in part} for part in samples] == [{0}, {1}, {2}]
+        pairs = list(zip(present.uids.tolist(), present.numbers.tolist(), strict=True))
+        assert sorted(pairs) == sorted(zip(batch.uids.tolist(), batch.numbers.tolist(), strict=True))
+        orders.append(pairs)
+    assert len(orders) == 1 or orders[0] != orders[1]
 
 
 def on_a_rank() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Each sample occurs once. Micro-batches keep the budget, ranks have similar costs, and a plan depends on lengths only.
 """
 
+import itertools
 import random
 import time
 
@@ -55,6 +56,15 @@ def test_a_mini_batch_has_the_same_samples_whatever_the_ranks(lengths, mini_batc
         assert sorted(flat(part)) == sorted(whole[0])
     assert single.mini_batches == mini_batches
     assert flat([whole[0] for whole in single.lengths]) == lengths
+
+
+@given(st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=4), max_size=40), st.integers(1, 4))
+def test_a_mini_batch_has_all_rows_of_its_samples(samples, mini_batches):
+    lengths, rows_of = flat(samples), [len(rows) for rows in samples]
+    owners = balance_samples(lengths, mini_batches, 1, rows_of)
+    plan = SampleBalance.owned(lengths, owners, mini_batches, 1, rows_of)
+    ends = [len(samples) * i // mini_batches for i in range(mini_batches + 1)]
+    assert [part[0] for part in plan.lengths] == [flat(samples[a:b]) for a, b in itertools.pairwise(ends)]
 
 
 @given(lengths_of_a_step, st.integers(1, 4), st.integers(1, 9), st.integers(1, 500))
