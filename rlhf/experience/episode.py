@@ -285,11 +285,18 @@ class Episode:
         # The policy's answers are in the conversation already, and the messages that the history keeps.
         self.conversation += [each for each in messages[fork["kept"] :] if each["role"] != "assistant"]
         limits, longest = self.limits, self.limits.prompt_tokens + self.params.max_tokens
-        self.lacks_row = self.rows >= limits.rows
-        if self.lacks_row or self.turn >= limits.turns or _too_long(messages, longest):
+        if self.turn >= limits.turns or _too_long(messages, longest):
             return self._end("length")
-        self._chat = self.kind.chat_of(self._harmless(fork["tools"]))
-        tokens = self._chat.prompt(messages)
+        self.lacks_row = self.rows >= limits.rows
+        if self.lacks_row:
+            return self._end("length")
+        try:
+            self._chat = self.kind.chat_of(self._harmless(fork["tools"]))
+            tokens = self._chat.prompt(messages)
+        except UserError as error:
+            # Unlike the first request, the messages depend on what the policy wrote, so do not end the run.
+            self.session.drop()
+            return self.fail(f"the program rewrote its history, and it cannot become a prompt: {error}")
         if len(tokens) >= longest:
             return self._end("length")
         self._forks.append((len(self.response), min(len(tokens), limits.prompt_tokens)))

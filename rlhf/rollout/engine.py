@@ -36,9 +36,9 @@ class SamplingParams:
 class Request:
     """Requests response number `sample` to the prompt `uid` with the tokens `token_ids`.
 
-    Noise is keyed by `uid`, `sample` and the position in the response. Successive requests for successive samples of
-    one prompt are siblings if they have equal parameters and no response yet. An engine may prefill the prompt of
-    siblings once.
+    Noise is keyed by `uid`, `sample` and the position in the response; a later row of an episode has a `sample` of its
+    own (`rlhf.rollout.sample.ROW`). Successive requests for successive samples of one prompt are siblings if they have
+    equal parameters and no response yet. An engine may prefill the prompt of siblings once.
 
     With `response`, the response so far, an engine continues after the prompt and the response's tokens. The returned
     sample begins with these tokens, and `params.max_tokens` bounds the whole response. A stop string may begin in the

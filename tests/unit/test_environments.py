@@ -1,12 +1,14 @@
 """Environment classes: what is checked before a run, their saved states, and sessions that leave nothing behind."""
 
 import contextlib
+import itertools
 import os
 import random
 import re
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,8 +29,9 @@ from rlhf.environments.definition import Definition, define
 from rlhf.environments.saved_state import MOST_BYTES, restore, saved
 from rlhf.environments.sessions import EnvironmentFailed, EnvironmentPool, Session
 from rlhf.errors import UserError
-from rlhf.experience.episode import EnvironmentClass, Episode, Limits
+from rlhf.experience.episode import EnvironmentClass, Episode, Limits, Stage
 from rlhf.rollout import Sample, SamplingParams
+from rlhf.rollout.sample import ROW
 from tests.support.refusals import says, user_error
 
 TOOL = '    def look(self, at: int) -> str:\n        """Look.\n\n        Args:\n            at: where.\n        """\n'
@@ -82,6 +85,98 @@ def test_texts_of_megabytes_are_not_tokenized():
     assert chat.characters == len("Go.")
     played.take_replies([{"value": 0.0}])
     assert played.finished(0).finish_reason == "length"
+
+
+class AlternatingChat(CountingChat):
+    """Rejects two messages of one role in a row, as Gemma's template does."""
+
+    def prompt(self, messages):
+        if any(one["role"] == other["role"] for one, other in itertools.pairwise(messages)):
+            raise UserError("roles must alternate")
+        return super().prompt(messages)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def agent(turns: int = 9, rows: int = 3, retries: int = 0) -> tuple[Episode, list, list]:
+    """Return an episode of an agent after its first turn, the tools that chats were built for, and dropped sessions."""
+    tools, dropped = [], []
+    definition = Definition("agent", [], None, True, is_agent=True)
+    kind = EnvironmentClass(0, definition, lambda given: (tools.append(given), AlternatingChat())[1])
+    limits = Limits(turns=turns, rows=rows, invalid_calls=0, retries=retries, prompt_tokens=8)
+    prompt = Prompt(0, [user("Go.")], [], "", None, {})
+
+    def session(name: str) -> SimpleNamespace:
+        return SimpleNamespace(drop=lambda: dropped.append(name))
+
+    played = Episode(5, 1, prompt, SamplingParams(max_tokens=6), kind, limits, {}, session)
+    played.take_replies([{"value": {"messages": [user("Go.")], "tools": []}}])
+    turn(played)
+    return played, tools, dropped
+
+
+def turn(played: Episode) -> None:
+    request = played.request()
+    played.take_turn(Sample.of(5, request.sample, [7, 8], [-1.0, -2.0], "stop", 0))
+
+
+def fork(played: Episode, *messages: dict[str, str], **more: object) -> None:
+    played.take_replies([{"value": {"messages": list(messages), "tools": [], "kept": 0} | more}])
+
+
+def test_each_row_has_room_for_a_response():
+    played, tools, _ = agent()
+    assert played.request().context == [1, 1, 1, 7, 8]
+    fork(played, user("a summary"), tools=["look"])  # nine tokens: eight of the prompt, and an observation
+    assert tools[-1] == ["look"]
+    assert (played.request().sample, played.request().start, len(played.request().token_ids)) == (1 + ROW, 1, 8)
+    turn(played)
+    assert played.calls[0]["usage"] == {"prompt_tokens": 9, "completion_tokens": 2}
+    played.take_replies([{"value": [user("x")]}])
+    turn(played)
+    assert played.calls[0]["usage"] == {"prompt_tokens": 12, "completion_tokens": 2}
+    fork(played, user("y"))
+    assert (played.request().sample, played.request().response) == (1 + 2 * ROW, None)
+    turn(played)
+    fork(played, user("z"))
+    assert (played.operation, played.lacks_row, played.rows) == ("reward", True, 3)
+    played.take_replies([{"value": 2.0}])
+    sample = played.finished(0)
+    assert sample.token_ids.tolist() == [7, 8, *[1] * 9, 7, 8, 1, 7, 8, 1, 7, 8]
+    assert sample.forks == ((2, 8), (16, 1))
+    assert sample.mask().tolist() == (sample.token_ids > 1).tolist()
+    assert [len(row.response) for row in sample.rows([1, 1, 1])] == [2, 6, 2]
+    roles = [message["role"] for message in played.conversation]
+    assert roles == ["assistant", "user", "assistant", "user", "assistant", "user", "assistant", "user"]
+
+
+def test_a_history_without_room_ends_the_episode():
+    played, _, _ = agent()
+    fork(played, user("x" * 14))
+    assert (played.operation, played.lacks_row, played.rows) == ("reward", False, 1)
+    played, _, _ = agent()
+    fork(played, user("x" * 13))
+    assert played.request().tokens_left == 1
+
+
+def test_the_limit_of_turns_comes_before_the_limit_of_rows():
+    played, _, _ = agent(turns=1, rows=1)
+    fork(played, user("x"))
+    assert (played.operation, played.lacks_row) == ("reward", False)
+
+
+def test_a_rewritten_history_that_the_template_rejects_fails_the_episode():
+    """It depends on what the policy wrote, so it must not end a run at any step."""
+    played, _, dropped = agent(retries=1)
+    fork(played, user("x"), user("y"))
+    assert (played.attempt, played.operation, dropped) == (1, "start", ["5-1-0"])
+    played.take_replies([{"value": {"messages": [user("Go.")], "tools": []}}])
+    turn(played)
+    fork(played, user("x"), user("y"))
+    assert played.phase is Stage.FAILED
+    says(played.failures[-1], "rewrote its history", "roles must alternate")
 
 
 def test_a_spec_without_a_class_asks_for_one():
