@@ -88,6 +88,7 @@ MIGRATIONS: dict[str, tuple[Migration, ...]] = {
         Added("env.template", None),
         Added("env.announce_tools", True),
         Added("env.max_turns", 8),
+        Added("env.max_rows", 8),
         Added("env.max_invalid_calls", 3),
         Added("env.timeout_s", 30.0),
         Added("env.retries", 1),

@@ -325,6 +325,7 @@ ELSEWHERE: dict[str, str] = {
             "env.template",
             "env.announce_tools",
             "env.max_turns",
+            "env.max_rows",
             "env.max_invalid_calls",
             "env.timeout_s",
             "env.retries",

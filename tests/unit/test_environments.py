@@ -246,6 +246,12 @@ def test_settings_without_an_environment_are_a_mistake():
         assert list(idle_env(config, [("env.max_turns", 4)])) == []
 
 
+def test_rows_of_a_class_are_a_mistake():
+    config = compose_config(["recipes=env_guess", "env.max_rows=2"], Library.find(None))
+    with pytest.raises(UserError, match=r"env\.max_rows=2: has effect only with env\.command"):
+        validate(config, {})
+
+
 def test_classes_and_a_program_exclude_each_other():
     config = compose_config(["recipes=env_guess", "env.command=echo x"], Library.find(None))
     with pytest.raises(UserError, match=r"env\.classes=.*env\.command=echo x is an environment, too"):

@@ -23,6 +23,8 @@ def env_problems(config: Config) -> Iterator[str]:
                 "variable, and name the variable in env.pass_env."
             )
         yield from without_effect(config, ["env.num_workers", "env.process"], "env.classes", [])
+    else:
+        yield from without_effect(config, ["env.max_rows"], "env.command")
     if config.env.reward_weight == 0 and not config.reward.functions:
         yield (
             f"env.reward_weight={config.env.reward_weight}: with reward.functions=[], every response would get reward "
