@@ -91,6 +91,8 @@ def _check_arguments(overrides: object, reward: object, callbacks: object) -> No
     rewards = reward if isinstance(reward, (list, tuple)) else [reward]
     if any(isinstance(one, str) for one in rewards):
         raise UserError(f"reward={reward!r}: a string, not a function. Give {_override_of(rewards)} the overrides.")
+    if reward is not None and isinstance(reward, Sequence) and not reward:
+        raise UserError("reward=[]: has no function. Give functions, or leave reward out for the recipe's reward.")
     if not isinstance(callbacks, (list, tuple)) or not all(map(callable, callbacks)):
         raise UserError(f"callbacks={callbacks!r}: not a list of functions. Give callbacks=[FUNCTION].")
 

@@ -45,8 +45,10 @@ from rlhf.config.derived import (
     samples_per_step,
     sends_adapters,
 )
+from rlhf.config.rules.learning_rules import warmup_problems
 from rlhf.config.secrets import masked
 from rlhf.data import PromptStream
+from rlhf.errors import UserError
 from rlhf.events import follow, report, subscribe
 from rlhf.experience.collector import Collector
 from rlhf.experience.policy_sampler import PolicySampler
@@ -146,9 +148,14 @@ def _inputs(setup: Setup, scratch: Path) -> RunInputs:
             data.train_batch_size,
         )
     steps_per_epoch = len(train_set) / data.train_batch_size
+    steps = planned_steps(trainer, steps_per_epoch)
+    if trainer.total_training_steps is None:
+        why = f"trainer.total_epochs={trainer.total_epochs} with {len(train_set)} prompts"
+        if problems := list(warmup_problems(config, steps, why)):
+            raise UserError("\n".join(problems))
     driver = DriverState(
         run["run_id"],
-        planned_steps(trainer, steps_per_epoch),
+        steps,
         steps_per_epoch,
         trainer.total_epochs if trainer.total_training_steps is None else None,
         started_on=day.isoformat(),

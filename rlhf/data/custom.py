@@ -8,6 +8,8 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from datetime import date, time, timedelta
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -99,7 +101,18 @@ def _record(where: str, spec: str, function: Callable[..., Any], argument: Any) 
         raise UserError(
             f"{where}: {CUSTOM_CLS}={spec} returned {type(made).__name__}, not a dict of columns. Return the row."
         )
-    return _plain(made)
+    try:
+        return _plain(made)
+    except (_ForeignValueError, RecursionError) as error:
+        what = str(error) if isinstance(error, _ForeignValueError) else "a list or dict that contains itself"
+        raise UserError(
+            f"{where}: {CUSTOM_CLS}={spec} returned a row with {what}. Return numbers, texts, dates, decimals, bytes, "
+            "lists and dicts: a resume compares rows with those of the run's start."
+        ) from None
+
+
+class _ForeignValueError(Exception):
+    """A value of a row is not the same, or has not the same text, in another process."""
 
 
 def _call(where: str, spec: str, function: Callable[[], Any]) -> Any:
@@ -118,9 +131,20 @@ def _call(where: str, spec: str, function: Callable[[], Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value with lists instead of tuples, arrays and tensors."""
+    """Return the value with lists instead of tuples, arrays and tensors. Raise _ForeignValueError for other objects."""
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {_plain_key(key): _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
-    return _plain(value.tolist()) if hasattr(value, "tolist") else value
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if value is None or isinstance(value, (bool, int, float, str, bytes, date, time, timedelta, Decimal)):
+        return value
+    raise _ForeignValueError(f"a value of type {type(value).__name__}")
+
+
+def _plain_key(key: Any) -> Any:
+    key = key.item() if hasattr(key, "item") else key
+    if key is None or isinstance(key, (bool, int, float, str)):
+        return key
+    raise _ForeignValueError(f"a key of type {type(key).__name__}")

@@ -15,6 +15,7 @@ from functools import cache
 from socket import socket
 from typing import Any, Protocol
 
+from rlhf import typed_json
 from rlhf.environments.definition import Definition
 from rlhf.environments.saved_state import restore, saved
 
@@ -117,7 +118,7 @@ def serve(channel: socket, served: Server) -> None:
     with channel, channel.makefile("rb") as requests:
         try:
             for line in requests:
-                request = json.loads(line)
+                request = typed_json.loads(line)
                 if request["op"] == "close":
                     reply = _closed(served)
                 else:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from rlhf import typed_json
 from rlhf.config.schema.env import EnvConfig
 from rlhf.environments.chat_protocol import is_reply, is_start
 from rlhf.environments.host_handle import Host, Process
@@ -107,7 +108,7 @@ class Session:
         number = secrets.token_hex(8)
         try:
             self._channel.settimeout(self.pool.config.timeout_s)
-            self._channel.sendall(json.dumps(call | {"number": number}, default=str).encode() + b"\n")
+            self._channel.sendall(typed_json.dumps(call | {"number": number}).encode() + b"\n")
             reply = _read(self._channel, self.pool.config.timeout_s)
         except TimeoutError:
             if self._process.gone:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf import typed_json
 from rlhf.config.schema.reward import RewardConfig
 from rlhf.config.user_functions import check_unchanged, hash_at_start
 from rlhf.errors import UserError
@@ -89,7 +90,7 @@ class ScoringProcess:
         number = secrets.token_hex(8)
         body = {NUMBER: number, "items": [request_format.fields(item) for item in items]}
         timeout_s = request_format.timeout_s(self._config.timeout_s, len(items))
-        line = json.dumps(body, default=str).encode() + b"\n"
+        line = typed_json.dumps(body).encode() + b"\n"
         reply = self._exchange(line, timeout_s, number, len(items))
         return reply["scores"] if "scores" in reply else [reply] * len(items)
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from rlhf import typed_json
 from rlhf.config.user_functions import load_function
 from rlhf.errors import UserError
 from rlhf.ranks.logs import write_whole_lines
@@ -62,7 +63,7 @@ def main(verifier: str, parent_pid: int, confinement: Confinement, timeout_s: fl
         return
     cpu_time = CpuTime(timeout_s)
     for line in requests:
-        request = json.loads(line)
+        request = typed_json.loads(line)
         number, items = request[NUMBER], [RewardItem(**fields) for fields in request["items"]]
         cpu_time.renew(len(items))
         try:

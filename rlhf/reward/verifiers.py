@@ -45,9 +45,13 @@ def _braced(text: str) -> str:
 
 
 def reference_answers(ground_truth: Any) -> list[str]:
-    """Return the final answers of `ground_truth`. If it is a list, any of them counts as correct."""
+    """Return the final answers of `ground_truth`. If it is a list, any of them counts as correct.
+
+    A column of whole numbers with missing values has floats in pandas, so 42.0 is also "42".
+    """
     answers = ground_truth if isinstance(ground_truth, list) else [ground_truth]
-    return [final_answer(str(answer)) for answer in answers]
+    whole = [str(int(answer)) for answer in answers if isinstance(answer, float) and answer.is_integer()]
+    return [final_answer(str(answer)) for answer in answers] + whole
 
 
 def exact_match(item: RewardItem) -> Score:

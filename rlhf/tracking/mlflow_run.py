@@ -56,11 +56,13 @@ def import_client() -> Any:
 
 
 def metric_name(name: str) -> str:
-    """Return a name that MLflow allows; `mean@4` becomes `mean_at_4`, as in verl."""
-    clean = _ODD.sub("_", name.replace("@", "_at_"))
+    """Return a name that MLflow allows; `mean@4` becomes `mean_at_4`, as in verl. A name that is cut, or has characters
+    replaced, ends with its CRC, so that other names do not become the same."""
+    allowed = name.replace("@", "_at_")
+    clean = _ODD.sub("_", allowed)
     clean = re.sub(r"/{2,}", "/", clean).strip("/")
     clean = re.sub(r"(?<![^/])\.{1,2}(?![^/])", "_", clean) or "_"
-    if len(clean) > LONGEST_NAME:
+    if _ODD.search(allowed) or len(clean) > LONGEST_NAME:
         clean = f"{clean[: LONGEST_NAME - 9]}_{crc32(name.encode()):08x}"
     return clean
 

@@ -113,7 +113,7 @@ def test_without_its_config_the_files_tell_the_number_of_ranks(copy):
     with pytest.raises(UserError, match=facts("2 and 4 ranks", "fsdp_config.json")):
         open_source(Origin(copy))
     (copy / "fsdp_config.json").write_text(json.dumps({"world_size": 4}))
-    with pytest.raises(UserError, match=facts("4 ranks", "Remove model_world_size_2_rank_0.pt")):
+    with pytest.raises(UserError, match=facts("4 ranks", "model_world_size_2_rank_0.pt by another save", "Remove it")):
         open_source(Origin(copy))
     (copy / "fsdp_config.json").write_text(json.dumps({"world_size": 8}))
     with pytest.raises(UserError, match=facts("world_size 8", "2 and 4")):
@@ -126,7 +126,7 @@ def test_without_its_config_the_files_tell_the_number_of_ranks(copy):
 @pytest.mark.parametrize("stray", ["optim_world_size_4_rank_4.pt", "extra_state_world_size_8_rank_3.pt"])
 def test_a_file_of_another_number_of_ranks_is_named(copy, stray):
     shutil.copy(copy / "optim_world_size_4_rank_0.pt", copy / stray)
-    with pytest.raises(UserError, match=facts("4 ranks", f"Remove {stray}")):
+    with pytest.raises(UserError, match=facts("4 ranks", f"{stray} by another save", "Remove it")):
         open_source(Origin(copy))
 
 

@@ -30,7 +30,7 @@ STOREYS = (
     {"batch", "rollout", "reward", "environments", "data", "backends", "models", "algorithms"},
     {"storage", "ranks"},
     {"config"},
-    {"errors", "events", "numerics", "printable"},
+    {"errors", "events", "numerics", "printable", "typed_json"},
 )
 """The rooms (modules and folders of the package) by storey, from the top down. A room imports from its own storey and
 from lower ones."""

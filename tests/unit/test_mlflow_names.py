@@ -14,7 +14,7 @@ from rlhf.tracking.mlflow_run import LONGEST_NAME, LONGEST_VALUE, check_server, 
         ("val-core/openai/gsm8k/acc/mean@4", "val-core/openai/gsm8k/acc/mean_at_4"),
         ("val-core//tmp/rows.jsonl/acc/mean@1", "val-core/tmp/rows.jsonl/acc/mean_at_1"),
         ("val-aux/../x/./reward", "val-aux/_/x/_/reward"),
-        ("reward/größe (%)", "reward/gr__e ___"),
+        ("reward/größe (%)", "reward/gr__e ____3ce2c229"),
         ("/", "_"),
     ],
 )
@@ -26,6 +26,11 @@ def test_long_names_stay_different() -> None:
     first, second = metric_name("a" * 300 + "1"), metric_name("a" * 300 + "2")
     assert first != second
     assert len(first) == len(second) == LONGEST_NAME
+
+
+def test_names_in_another_script_stay_different() -> None:
+    """The second one's values were dropped."""
+    assert metric_name("val-core/数学/acc/mean@1") != metric_name("val-core/代码/acc/mean@1")
 
 
 def test_settings_are_parameters_with_dotted_names() -> None:

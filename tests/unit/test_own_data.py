@@ -57,6 +57,12 @@ class Plain:
     def __getitem__(self, i):
         return ["no", "dict"]
 
+def odd(row):
+    made = {"object": object(), "key": {(1, 2): 3}, "set": {1, 2}, "numbers": {np.int64(1): np.float32(0.5)}}
+    made["itself"] = [1]
+    made["itself"].append(made["itself"])
+    return {"prompt": "x", "answer": "1", "extra_info": {"odd": made[row["odd"]]}}
+
 class Sizes:
     def __init__(self, data_files):
         pass
@@ -136,6 +142,24 @@ def test_errors_of_the_code_name_file_row_and_exception(own, tmp_path):
     wrong.max_prompt_length = 65
     says(user_error(build, wrong), "data.train_files", "rows.py:Numbers", "AssertionError", "of rows.py")
     says(user_error(build, own("to_row", text=" ")), "data.train_files", "no rows")
+
+
+@pytest.mark.parametrize(
+    ("odd", "what"),
+    [
+        ("object", "a value of type object"),
+        ("key", "a key of type tuple"),
+        ("set", "a value of type set"),
+        ("itself", "a list or dict that contains itself"),
+    ],
+)
+def test_values_that_differ_in_the_next_process_are_rejected(own, odd, what):
+    """Such a run trained and saved, and no later command could resume it; a key ended all attempts."""
+    says(user_error(build, own("odd", {"odd": odd})), "t.jsonl line 1", "rows.py:odd", what)
+
+
+def test_numbers_of_numpy_become_numbers(own):
+    assert build(own("odd", {"odd": "numbers"}))[0].extra_info["odd"] == {1: 0.5}
 
 
 @pytest.mark.parametrize(

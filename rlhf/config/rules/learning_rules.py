@@ -9,20 +9,30 @@ from rlhf.config.rules.without_effect import without_effect
 
 def optimizer_problems(config: Config) -> Iterator[str]:
     """Yield one line per warm-up that is not shorter than the run, invalid beta, or decay without effect."""
-    steps, warmup = config.trainer.total_training_steps, config.trainer.critic_warmup
-    per_pass = max(mini_batches(config.data, config.actor), 1)
-    if steps is not None and warmup >= steps:
-        yield (
-            f"trainer.critic_warmup={warmup}: the run has {steps} steps (trainer.total_training_steps), so the policy "
-            f"would never train; set trainer.critic_warmup to less than {steps}."
-        )
-    for key, role, idle in (("actor", config.actor, warmup), ("critic", config.critic, 0)):
+    for key, role in (("actor", config.actor), ("critic", config.critic)):
         optim = role.optim
         if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
             yield f"{key}.optim.betas={optim.betas}: must be two numbers, each at least 0 and less than 1."
         if optim.weight_decay == 0:
             yield from without_effect(config, [f"{key}.optim.decay_norm_and_bias"], f"{key}.optim.weight_decay above 0")
-        if steps is None or steps <= idle:
+    if (steps := config.trainer.total_training_steps) is not None:
+        yield from warmup_problems(config, steps, f"trainer.total_training_steps={steps}")
+
+
+def warmup_problems(config: Config, steps: int, why: str) -> Iterator[str]:
+    """Yield one line per warm-up that is not shorter than a run of `steps` steps. `why` names what sets their number.
+
+    A run whose length comes from `trainer.total_epochs` calls this once it has read its prompts.
+    """
+    warmup, per_pass = config.trainer.critic_warmup, max(mini_batches(config.data, config.actor), 1)
+    if warmup >= steps:
+        yield (
+            f"trainer.critic_warmup={warmup}: the run has {steps} steps ({why}), so the policy would never train; set "
+            f"trainer.critic_warmup to less than {steps}."
+        )
+    for key, role, idle in (("actor", config.actor, warmup), ("critic", config.critic, 0)):
+        optim = role.optim
+        if steps <= idle:
             continue
         by_updates = optim.lr_scheduler_interval == "optimizer_step"
         scheduled = (steps - idle) * (role.ppo_epochs * per_pass if by_updates else 1)
@@ -30,7 +40,7 @@ def optimizer_problems(config: Config) -> Iterator[str]:
             unit = optim.lr_scheduler_interval.replace("_", " ")
             yield (
                 f"{key}.optim.lr_warmup_steps={optim.lr_warmup_steps}: the run has {scheduled} {unit}s "
-                f"(trainer.total_training_steps={steps}); set {key}.optim.lr_warmup_steps to less than {scheduled}."
+                f"({why}); set {key}.optim.lr_warmup_steps to less than {scheduled}."
             )
 
 
