@@ -195,7 +195,7 @@ def evaluate_policy(config: Config, title: str) -> int:
 def check_inputs(config: Config, *, trains: bool = True) -> None:
     """Raise UserError for mistakes whose checks need slow imports. Call this after all quick checks.
 
-    With `trains=False`, skip the memory plan, and check only whether an engine's GPUs can split the policy.
+    With `trains=False`, check whether an engine's GPUs can split the policy, instead of the memory plan.
     """
     from rlhf.models.config_check import check_flash_attention
 

@@ -9,7 +9,7 @@ WHITEN_EPSILON = 1e-8
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """Return `values` with zeros outside the mask, NaN included. The gradient outside the mask is exactly zero."""
+    """Return `values` with zeros outside the mask, even in place of NaN. The gradient there is exactly zero."""
     return torch.where(mask.bool(), values, 0.0)
 
 

@@ -36,7 +36,7 @@ def settle_replicas(config: Config, coordinator: Coordinator) -> Config:
         why = "by the memory plan"
         replicas = coordinator.on_leader(lambda: _planned(config)) if together else 1
     if coordinator.is_leader:
-        log.info("backend.dp_replicate=%d of %d ranks, %s.", replicas, coordinator.world_size, why)
+        log.info("backend.dp_replicate=%d on %d ranks, %s.", replicas, coordinator.world_size, why)
     return with_replicas(config, replicas)
 
 

@@ -253,8 +253,8 @@ def local_part(tensor: Tensor) -> Tensor:
 def shards_of(tensors: Iterable[tuple[str, Tensor]]) -> Shards:
     """Return this rank's part of each tensor.
 
-    One replica saves each replicated tensor. The first replica saves tensors of a single element, such as step counts.
-    The replicas divide all other tensors about equally.
+    Only one replica saves a replicated tensor: the first replica if the tensor has a single element, such as a step
+    count. The replicas divide all other tensors about equally.
     """
     shards: dict[str, Shard] = {}
     saved: dict[int, list[int]] = {}

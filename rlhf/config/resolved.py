@@ -63,7 +63,7 @@ def from_stored(text: str, release: str | None) -> tuple[Config, list[Lost]]:
 
     Raises:
         OmegaConfBaseException: the text has a key that neither the schema nor a migration has.
-        yaml.YAMLError: the text is not a YAML mapping without aliases.
+        yaml.YAMLError: the text is not a YAML mapping, or has aliases.
     """
     config, lost = _migrated(text, release)
     return deepcopy(config), lost

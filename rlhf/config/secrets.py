@@ -216,7 +216,9 @@ def masked(value: Any, name: str = "") -> Any:
     if not isinstance(value, str):
         return value
     text = getattr(value, "text", value)
-    if has_secret(name, text):  # not its value: a stored secret has only the text, and both must look the same
+    # Check the text, not the value: a secret in a stored configuration has only its text, and must look as in
+    # a new configuration.
+    if has_secret(name, text):
         return REDACTED
     return text if _is_interpolated(text) else without_queries(text)
 

@@ -19,7 +19,7 @@ def uses_date(template: Any) -> bool:
 def with_date(template: str, day: date, variables: Mapping[str, Any]) -> str:
     """Return `template` with a first line that defines `strftime_now` as a macro, which prints midnight of `day`.
 
-    transformers passes no functions to a template, so the date must be part of the template.
+    transformers passes only plain data from its caller to a template, so the date must be part of the template.
     """
     midnight = datetime.combine(day, time())
     text = template + json.dumps(dict(variables), default=str)

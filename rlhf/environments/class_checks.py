@@ -1,4 +1,4 @@
-"""Checks the section `env` without running users' code, and imports the classes once before the training."""
+"""Checks the section `env` by parsing users' files, then by importing the classes in a confined process."""
 
 import ast
 import contextlib

@@ -54,7 +54,7 @@ class Session:
     """Index of the class in `env.classes`."""
     seed: int
     name: str = ""
-    """Unique name of the episode's attempt, the same after a restart."""
+    """Unique name from the episode's prompt, sample and number of retries; the same after a restart."""
     made: list[tuple[Call, Reply]] = field(default_factory=list)
     """All calls so far, with their replies."""
     state: dict[str, Any] | None = None

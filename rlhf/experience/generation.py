@@ -66,7 +66,7 @@ class Generation:
             self.early = EarlyScores(self.reward, self.tokenizer, self.samples_per_prompt)
 
     def groups(self, drawn: Sequence[DrawnPrompt], stats: RolloutStats, *, version: int, step: int) -> list[Group]:
-        """Return the scored group of each of this rank's prompts, by the policy after `version` steps. Collective."""
+        """Return the scored groups of this rank's prompts, sampled by the policy after `version` steps. Collective."""
         started = time.monotonic() - self.sampler.sync_seconds  # the weight sync is timed as a phase of its own
         if self.episodes is not None:
             announce("rollout.before")
@@ -303,7 +303,7 @@ class Generation:
         buffer = self.overlong_buffer
         if not buffer.enable:
             return [0.0] * len(samples)
-        # The limit of tokens, which the penalty is about, is a row's.
+        # The token limit applies to each row, so the penalty depends on a sample's longest row.
         longest = [max(row.response.written for row in sample.rows([])) for sample in samples]
         lengths = torch.tensor(longest, dtype=torch.int64)
         return overlong_penalty(lengths, self.params.max_tokens, buffer.len, buffer.penalty_factor).tolist()

@@ -34,7 +34,7 @@ class Group:
 
     @property
     def rows(self) -> list[SampleRow]:
-        """The sequences of the model's passes: the rows of each sample."""
+        """The sequences that the model reads in training, one per row of each sample."""
         return [row for sample in self.samples for row in sample.rows(self.prompt_ids)]
 
     @property
@@ -111,7 +111,10 @@ def from_tensors(tensors: Mapping[str, Tensor], prefix: str = "") -> list[Group]
     lengths = [record["prompt_length"] for record in records]
     found = len(arrays["prompt_ids"]), len(all_samples)
     if (sum(lengths), sum(len(record["results"]) for record in records)) != found:
-        raise ValueError(f"groups have {found[0]} tokens of prompts and {found[1]} samples")
+        raise ValueError(
+            f"records and tensors of groups contradict each other: the tensors have {found[0]} prompt tokens and "
+            f"{found[1]} samples"
+        )
     samples, prompts = iter(all_samples), split(arrays["prompt_ids"], lengths)
     for record, prompt_ids in zip(records, prompts, strict=True):
         results = [RewardResult(**result) for result in record["results"]]

@@ -114,7 +114,7 @@ def step_metrics(
 ) -> tuple[dict[str, float], TokenCounts]:
     """Return reward and length metrics of a batch over all ranks, and its token counts. Collective.
 
-    `windows` are the models' sliding windows, in tokens; the token counts include the tokens beyond each window.
+    `windows` are the models' sliding windows, in tokens. For each window, the token counts have `TokenCounts.beyond`.
 
     The metrics include the mean of each reward function's score, and of each further number that a function returns.
     Response lengths include observations (tokens that a tool or an environment wrote), as in verl. Responses of
@@ -182,7 +182,8 @@ def generation_metrics(
     means |= {"env/turns": [float(n) for n in stats.turns], "env/tool_calls": [float(n) for n in stats.tool_calls]}
     means |= {"env/invalid_calls": [float(n) for n in stats.invalid_calls], "env/rows": [float(n) for n in stats.rows]}
     means |= {"env/failed": [float(failed) for failed in stats.env_failed]}
-    # Not env/...: an attempt may fail because the machine is slow or its process was killed; a retry has the same bits.
+    # Named perf/ and not env/, because it depends on the machine: an attempt at an episode may fail because its process
+    # is slow or was killed, and a retry gives the same bits.
     sums["perf/env_failures"] = [float(n) for n in stats.env_failures]
     if overlong:
         means["reward/overlong"] = [penalty for group in groups for penalty in group.penalties]

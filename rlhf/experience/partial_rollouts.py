@@ -71,7 +71,7 @@ class PartialRollouts:
         return self.prompts.epochs_at(self.prompts.position - in_flight)
 
     def begin(self, stats: RolloutStats, step: int) -> None:
-        """Let servers continue the prompts in flight while the ranks train, by the policy after `step` - 1 steps.
+        """Let servers continue the prompts in flight, by the policy after `step` - 1 steps, while the ranks train.
 
         Collective. Start nothing without a `BackgroundEngine`, or if any rank's journal has a file of the next step.
         """
@@ -164,7 +164,7 @@ class PartialRollouts:
         self.begun += [self.generation.unbegun(each) for each in drawn]
 
     def _drawn(self, share: int) -> int:
-        """Return the number of prompts that this rank draws in a step: between 2 and `steps` + 1 shares are in flight.
+        """Return how many prompts this rank draws in a step, so that 2 to `steps` + 1 shares are then in flight.
 
         Complete groups that wait get older for nothing. If a share and a reserve are complete when a step begins, then
         generation keeps pace with training, and the step draws as many prompts as it removes. It draws fewer if more

@@ -1,8 +1,9 @@
 """Computes validation metrics by data source and variable: mean@N, pass@k, best@k, worst@k, maj@k (verl's names).
 
-`best@k/mean`, `worst@k/mean` and `maj@k/mean` equal verl's numbers: the mean over 1000 draws, with replacement, of k of
-a prompt's N responses. Generator and seed are verl 0.9's (`verl/trainer/ppo/metric_utils.py`), so every run and machine
-gives the same numbers. `best@k` is biased low, because draws repeat responses; `pass@k` is unbiased.
+`best@k/mean`, `worst@k/mean` and `maj@k/mean` equal verl's numbers: means over 1000 draws. Each draw
+takes k of a prompt's N responses, with replacement. Generator and seed are verl 0.9's
+(`verl/trainer/ppo/metric_utils.py`), so every run and machine gives the same numbers. `best@k` is biased low, because
+draws repeat responses; `pass@k` is unbiased.
 """
 
 import math

@@ -10,7 +10,7 @@ from rlhf.batch import RolloutBatch
 
 @dataclass(frozen=True)
 class JoinedRows:
-    """Layout of S samples whose N rows follow each other in the order of time, F tokens of responses at most.
+    """Layout of S samples with N rows in all. A sample joins its rows in order of time, to at most F response tokens.
 
     If an agent rewrites its history, its episode has several rows. For the estimators the rows are one trajectory, as
     if the histories were observations: one sample in its group, one reward on its last token. With values, GAE goes on

@@ -79,9 +79,10 @@ def check_reward_model(name: str, trust_remote_code: bool) -> None:
 
 
 def check_flash_attention(attention: str, cuda: bool, autocast: str | None) -> None:
-    """Raise UserError if the run cannot use flash-attention, `model.attn_implementation=attention`.
+    """Raise UserError if the run cannot use flash-attention.
 
     Args:
+        attention: `model.attn_implementation`, which selects flash-attention.
         cuda: whether the run uses GPUs.
         autocast: `backend.autocast`.
     """
@@ -110,7 +111,7 @@ def check_labels(prefix: str, labels: int | None) -> None:
     if labels != 1:
         raise UserError(
             f"{prefix} has {labels} labels, but a reward model needs one (num_labels in config.json, where a missing "
-            "value means 2). Set it to a sequence-classification model with one label."
+            "value means 2). Set reward_model.path to a sequence-classification model with one label."
         )
 
 

@@ -23,7 +23,7 @@ FLOAT32_WEIGHTS = ("gemma", "olmo")
 
 @dataclass(frozen=True)
 class TokenCost:
-    """Bytes per token and layer that adapters add to the model's."""
+    """Bytes per token and layer that adapters add to the cost of the model."""
 
     kept: int = 0
     """Bytes kept for the backward pass."""

@@ -58,8 +58,9 @@ def combination(config: Config, models: Models, plan: Plan) -> FittingChanges:
 def _from(config: Config, models: Models, target: Target, base: Sequence[Change]) -> FittingChanges | None:
     """Return the changes `base` with others that affect only speed or precision; None if the rules forbid `base`.
 
-    Make the first change in `TABLE` that brings the plan nearer to fitting, again and again, until no change does. If
-    the run then fits, undo each change that is not needed, the last change first.
+    Make the first of the `candidates` that brings the plan nearer to fitting, again and again, until none does: first
+    only changes of speed, then also of precision. If the run then fits, undo each change that is not needed, the last
+    change first.
     """
     steps, now = list(base), changed_config(config, dict(base))
     found = _plan(now, models, target)

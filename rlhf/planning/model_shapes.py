@@ -174,7 +174,7 @@ def is_head(name: str) -> bool:
 
 
 def with_experts_fused(weights: Shapes) -> Shapes:
-    """Return `weights` with a layer's experts of one shape stacked to [experts, rows of all, columns].
+    """Return `weights` with a layer's experts stacked by shape to [experts, rows of an expert's matrices, columns].
 
     transformers stacks experts in this way when it loads files that store each expert separately.
     """

@@ -47,7 +47,7 @@ class HistoryMark:
 
 
 def _tail(path: Path, size: int) -> str | None:
-    """Return the hash of the last TAIL of the first `size` bytes; None when the file is shorter or `size` is 0."""
+    """Return the hash of the TAIL bytes before offset `size`; None when the file is shorter or `size` is 0."""
     if not size or not path.exists():
         return None
     with path.open("rb") as file:

@@ -49,7 +49,7 @@ def calm(folder, sums) -> str:
 
 
 def test_the_memory_plan_chooses_replicas_and_logs_them(folder, calm):
-    assert "backend.dp_replicate=2 of 2 ranks, by the memory plan" in calm
+    assert "backend.dp_replicate=2 on 2 ranks, by the memory plan" in calm
     assert calm.count("Each rank trains a whole replica of the model without FSDP2") == 1
     assert replicas_of(run_dir(folder, "calm")) == 2
 
@@ -63,7 +63,7 @@ def test_a_run_with_a_killed_rank_ends_with_the_same_bits(folder, sums, calm):
     killed = train(small(folder, "killed", sums, TWO), environment)
     assert killed.code == 0, killed.output
     assert kills.with_name("fired_0000").exists()
-    assert "backend.dp_replicate=2 of 2 ranks, as in the checkpoint" in killed.output
+    assert "backend.dp_replicate=2 on 2 ranks, as in the checkpoint" in killed.output
     assert differences(run_dir(folder, "calm"), run_dir(folder, "killed")) == []
 
 
@@ -81,7 +81,7 @@ def test_a_run_that_began_with_shards_keeps_them(folder, sums):
     copy_run(*runs, last_step=6)
     later = train_forked(small(folder, "later", sums, TWO))
     assert later.code == 0, later.output
-    assert "backend.dp_replicate=1 of 2 ranks, as in the checkpoint" in later.output
+    assert "backend.dp_replicate=1 on 2 ranks, as in the checkpoint" in later.output
     assert differences(*runs) == []
 
 
@@ -95,4 +95,4 @@ def test_a_run_goes_on_with_shards_on_one_rank_and_with_replicas_again(folder, s
             )
         )
         assert done.code == 0, done.output
-    assert "backend.dp_replicate=2 of 2 ranks, by the memory plan" in done.output
+    assert "backend.dp_replicate=2 on 2 ranks, by the memory plan" in done.output

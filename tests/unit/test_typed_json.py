@@ -5,9 +5,9 @@ from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 
 import pytest
-from rlhf.reward.scores import RewardItem
 
 from rlhf import typed_json
+from rlhf.reward.scores import RewardItem
 from rlhf.reward.verifiers import exact_match
 
 VALUES = [

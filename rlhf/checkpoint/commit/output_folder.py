@@ -135,7 +135,7 @@ def step_named(target: Path, source: Path) -> int:
 
 
 def remove_leftovers(target: Path) -> bool:
-    """Remove leftovers of killed processes, or restore the only output; return False if a process writes `target`."""
+    """Remove leftovers of killed processes, or rename one to a missing `target`; return False if a writer is alive."""
     name = re.compile(rf"({re.escape(INCOMPLETE)}|{re.escape(REPLACED)}){re.escape(target.name)}-[0-9a-f]{{12}}")
     # Sort `.incomplete-` before `.replaced-`: a living writer needs both folders, but locks only the first.
     for leftover in sorted(path for path in target.parent.iterdir() if name.fullmatch(path.name)):

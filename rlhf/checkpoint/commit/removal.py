@@ -19,7 +19,7 @@ def to_trash(path: Path) -> Path:
 
 
 def delete(leftover: Path) -> bool:
-    """Delete a path that no scan finds. If the path is busy (open over NFS, a mount), log an error and return False."""
+    """Delete a path that nothing uses. If the path is busy (open over NFS, a mount), log an error and return False."""
     try:
         remove(leftover)
     except OSError as error:

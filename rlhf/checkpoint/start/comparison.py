@@ -106,9 +106,11 @@ def _check_renamed_models(path: Path, manifest: Manifest, config: ResolvedConfig
 
 
 def compare_finished(path: Path, manifest: Manifest, config: ResolvedConfig) -> list[str]:
-    """Return log lines about changed settings that do not affect a finished run's results, and about users' files that
-    cannot be read or, with `trainer.allow_config_change`, have changed. Raise UserError if a model's files differ from
-    the run's, or if users' files differ without `trainer.allow_config_change`."""
+    """Return log lines about changed settings without effect on a finished run's results, and about users' files.
+
+    A user's file gets a line if it cannot be read, or if it has changed and `trainer.allow_config_change` is true.
+    Without this setting, a changed user's file raises UserError. A changed model file always raises UserError.
+    """
     harmless = changes_since(path, manifest, config).harmless
     others = _other_models(manifest, config, [change.key for change in harmless if change.key in MODEL_NAMES])
     lines = []

@@ -49,7 +49,10 @@ def algorithm_problems(config: Config) -> Iterator[str]:
 
 
 def _idle(config: Config) -> Iterator[str]:
-    """Yield one line per setting that only another bundled function reads. A user's function may read any setting."""
+    """Yield one line per setting that the chosen function does not read, but another bundled function does.
+
+    A user's function may read any setting.
+    """
     chosen = (("algorithm.adv_estimator", ESTIMATORS), ("actor.policy_loss.loss_mode", POLICY_LOSSES))
     for key, known in chosen:
         name = SETTINGS[key].value(config)
@@ -97,7 +100,8 @@ def correction_problems(config: Config) -> Iterator[str]:
             source = "rollout_rs_threshold_lower" if least is not None else "1 / rollout_rs_threshold"
             yield (
                 f"{section}.rollout_rs_threshold={c.rollout_rs_threshold}: is the largest ratio of {kind}, and must be "
-                f"more than the smallest ratio, {smallest:g} ({source}); set a value above 1, such as 2."
+                f"more than the smallest ratio, {smallest:g} ({source}); set a value above "
+                f"{1 if least is None else least:g}."
             )
     if not kind.endswith("k1"):
         needs = f"a k1 measure (rollout_rs={kind})"

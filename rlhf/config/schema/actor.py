@@ -36,7 +36,7 @@ class EntropyCtrlConfig:
     target_entropy: float = setting(0.2, ge=0)
     """Target of `adaptive`, mean entropy per token. Above the target there is no bonus."""
     delta: float = setting(0.005, gt=0)
-    """Change of the coefficient after each optimizer step: up below the target, down above it."""
+    """After each optimizer step, the coefficient rises by this (entropy below the target) or falls by this."""
     min_coeff: float = setting(0.0, ge=0)
     """Smallest coefficient of `adaptive`."""
     max_coeff: float = setting(1.0, gt=0)
@@ -52,8 +52,8 @@ class ActorConfig:
     speed, not the gradient (up to rounding)."""
     use_remove_padding: bool | None = setting(None, resume="harmless")
     """Pack the sequences of a micro-batch into one row without padding, also for the reference. null packs, or pads
-    if a test at the start finds that packed sequences affect each other in the model; true then ends the run. false
-    pads."""
+    if a test at the start finds that packed sequences affect each other in the model. With true, this finding ends the
+    run. false pads."""
     ppo_epochs: int = setting(1, ge=1)
     """Optimizer passes over each batch."""
     shuffle: bool = setting(False)

@@ -41,8 +41,8 @@ class DataConfig:
     prompt_key: str = setting("prompt")
     """Column with the prompt: a chat list of {role, content}, or a plain string."""
     answer_key: str = setting("answer")
-    """Column with the reference answer. If rows also have verl's `reward_model.ground_truth`, it is used instead of the
-    default column `answer`, but any other column set here is used instead of it."""
+    """Column with the reference answer. verl's `reward_model.ground_truth` comes before the default column `answer`,
+    but after any other column set here."""
     last_turn_as_answer: bool = setting(False)
     """Use the last turn of each prompt, an assistant turn, as the reference answer."""
     custom_cls: CustomClsConfig = setting(CustomClsConfig)
@@ -59,8 +59,8 @@ class DataConfig:
     max_response_length: int = setting(256, ge=1)
     """Longest response in tokens, end-of-sequence included."""
     overlong_prompts: str = setting("filter", choices=("filter", "left", "right", "middle", "error"))
-    """Prompts longer than `max_prompt_length`: drop (`filter`), truncate at this side (verl's `truncation`), or stop
-    with an error. The run logs the number of such prompts."""
+    """Prompts longer than `max_prompt_length`: drop (`filter`), remove tokens at the `left`, `right` or `middle`
+    (verl's `truncation`), or stop with an error. The run logs the number of such prompts."""
     cache_dir: str | None = setting(None, resume="harmless")
     """Folder for tokenized prompts of large files, shared by all runs and the ranks of a node. null means
     `rlhf_prompts` in the cache of Hugging Face datasets."""

@@ -80,7 +80,7 @@ def _micro_batches(theirs: Theirs, recipe: Recipe) -> None:
         samples = of_rank or (max(1, of_all // ranks) if of_all else None)
         shown = f"{name}_per_gpu" if of_rank else name
         if samples is not None and not all(isinstance(length, int) for length in lengths):
-            recipe.lose(shown, of_rank or of_all, f"set {budget} to this number of samples, in tokens.")
+            recipe.lose(shown, of_rank or of_all, f"set {budget} to the tokens that this many samples have.")
             continue
         recipe.needless += theirs.drop(budget)  # verl reads the budget only with the switch
         if samples is not None:

@@ -136,7 +136,7 @@ class DcpFolder:
         for offsets, sizes in self._chunks[name]:
             part, item = TensorInfo(sizes, info.dtype), items.get(offsets)
             if item is None or part.nbytes > item.length:
-                raise DamagedCheckpoint(f"{self.path / METADATA} does not list {name}")
+                raise DamagedCheckpoint(f"{self.path / METADATA} lists too few bytes for a part of {name}")
             stored = _Chunk(self.path / item.relative_path, item.offset, item.length, part)
             yield from self._bands_of_chunk(name, offsets, part.shape, stored)
 

@@ -19,7 +19,7 @@ def rewriting(template: TemplateRenderer, tools: Messages) -> str | None:
         try:
             problem = _rewriting(template, conversation, tools)
         except raised_by_templates() as error:
-            problem = f"rejects a conversation {{}}: {error}"
+            return f"rejects a conversation {what}: {error}"  # the text may have braces
         if problem:
             return problem.format(what)
     return None
@@ -55,7 +55,7 @@ def _rewriting(template: TemplateRenderer, conversation: Messages, tools: Messag
         before = template.text(conversation[:i], tools)
         after = template.text(conversation[: i + 1], tools, generation_prompt=False)
         if not after.startswith(before):
-            return "prints an earlier turn differently from what the policy continues, in a conversation {}"
+            return "prints the text before an answer differently once the answer follows, in a conversation {}"
         for lost in (_SAID, message.get("reasoning_content", "")):
             if lost not in after.removeprefix(before):
                 return "leaves out a part of a turn, in a conversation {}"

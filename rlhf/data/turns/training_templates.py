@@ -37,7 +37,7 @@ class Family:
     marks: tuple[str, ...]
     switches: tuple[str, ...] = ()
     calls: str = ""
-    """Variable that is true if the chat template writes calls as `<function=`; empty if the family has one form."""
+    """Name of the template variable that selects calls as `<function=`; empty if the family writes calls in one way."""
 
     def variants(self, source: str) -> Iterator[dict[str, bool]]:
         """Yield the settings of the training template that may fit the chat template `source`."""

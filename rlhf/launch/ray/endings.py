@@ -64,7 +64,7 @@ class Endings:
                 if code == EXIT_REQUEUE and any(each.leaves for each in ends):
                     return 0.0
                 raise RunEnds(code, end.message)
-        # While a machine drains, each of Ray's checks reports the same failure, with the actor's name. Count it once.
+        # While a machine drains, each of Ray's checks reports the same failure, in the same words. Count it once.
         lost = {str(error) for error in errors if not isinstance(error, RanksEnded)}
         if lost and lost <= self._counted:
             return 0.0

@@ -16,7 +16,7 @@ TEMPLATES = "additional_chat_templates"
 TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 LARGEST = 1 << 30
 NOT_OF_A_MODEL = ("adapter_config.json", "trainer_state.json", "fsdp_config.json", "README.txt")
-"""Files with these suffixes that do not belong to the model."""
+"""Files that have one of `SUFFIXES`, but do not belong to the model."""
 
 
 def is_small_file(name: str) -> bool:

@@ -242,7 +242,7 @@ def build_server_engine(
     Args:
         logs: folder for the run's secret, and for the logs of servers that this run starts.
         run_id: part of the labels, so that a server of another run does not count as one with this run's weights.
-        parts: the Hugging Face tensors in each weight (such as fused experts) that the trainer and vLLM store fused.
+        parts: for each weight that the trainer and vLLM store fused, such as experts, its Hugging Face tensors.
         adapter_rank: as in `RequestSettings`.
 
     Raises:

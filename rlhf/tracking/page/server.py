@@ -57,7 +57,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Send the page if the address has the key."""
-        # Check the key: another website can point a name of its own to 127.0.0.1 and so reach this server.
+        # Check the host, too: another website can point its own host name to 127.0.0.1 and so reach this server.
         known = hmac.compare_digest(self.path.encode(), f"/{self.server.key}/".encode())
         if not known or self.headers.get("Host") != self.server.host:
             self.send_error(HTTPStatus.NOT_FOUND)

@@ -36,7 +36,7 @@ class AdapterPush(WeightPush):
         self._message: AdapterMessage | None = None
 
     def read_base(self, tensors: Iterable[tuple[str, Tensor]], run_id: str) -> str:
-        """Compute the digests of the base. Return the label that `send` gives to the base as `base_name`."""
+        """Compute the digests of the base. Return its label, as `send` computes it for the name `base_name(run_id)`."""
         self._base = self._digests(tensors)
         self._base_label = label_of(base_name(run_id), self._base)
         return self._base_label
