@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,10 +16,7 @@ from rlhf import typed_json
 from rlhf.config.schema.env import EnvConfig
 from rlhf.environments.chat_protocol import is_reply, is_start
 from rlhf.environments.host_handle import Host, Process
-from rlhf.events import announce
 
-ANNOUNCE_S = 20.0
-"""Seconds between progress events while `EnvironmentPool.run` waits for slow calls."""
 MAX_REPLY_BYTES = 1 << 24
 _TRIES = 3
 """Maximum number of attempts at a call if other calls end its process. The last attempt gets a process of its own."""
@@ -34,6 +31,10 @@ Reply = dict[str, Any]
 
 class EnvironmentFailed(Exception):
     """The environment raised, hung, died, or answered differently when its calls were repeated."""
+
+
+class EnvironmentLate(EnvironmentFailed):
+    """A call took longer than `env.timeout_s`."""
 
 
 class _ProcessGoneError(Exception):
@@ -115,7 +116,7 @@ class Session:
                 raise _ProcessGoneError("another environment of its process hung") from None
             self.pool.kill(self._process)
             self.drop()
-            raise EnvironmentFailed(
+            raise EnvironmentLate(
                 f"{call['op']} took longer than env.timeout_s={self.pool.config.timeout_s:g}"
             ) from None
         except (OSError, ValueError, RecursionError) as error:
@@ -169,13 +170,9 @@ class EnvironmentPool:
     def definitions(self) -> list[Any]:
         return self._host.definitions
 
-    def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
-        """Run the jobs, `env.max_concurrent` at a time, and return their results in order."""
-        futures = [self._threads.submit(job) for job in jobs]
-        # Each call has a deadline, so the loop ends. Announce events, as the loop may outlast the watchdog's deadline.
-        while wait(futures, ANNOUNCE_S).not_done:
-            announce("env.wait")
-        return [future.result() for future in futures]
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        """Run the job in a thread, `env.max_concurrent` jobs at a time."""
+        return self._threads.submit(job)
 
     def process(self, *, single: bool, name: str) -> Process:
         """Return a process for one more environment. `single`: the process serves no other environment."""

@@ -62,12 +62,14 @@ class EarlyScores:
             self._groups = {each.uid: self._groups.get(each.uid) or _Group(each) for each in drawn}
             self._waiting = [group for group in self._waiting if group.drawn.uid in self._groups]
         for of_prompt in samples:
-            for sample in of_prompt:
-                if sample.finish_reason != "partial":
-                    self.add(sample)
+            self.add([sample for sample in of_prompt if sample.finish_reason != "partial"])
 
-    def add(self, sample: Sample) -> None:
-        """Record a complete sample. If this completes its group, begin to score the group. Ignore other prompts."""
+    def add(self, samples: Sequence[Sample]) -> None:
+        """Record complete samples. Begin to score each group that they complete. Ignore other prompts."""
+        for sample in samples:
+            self._add(sample)
+
+    def _add(self, sample: Sample) -> None:
         group = self._groups.get(sample.uid)
         if group is None or group.items:
             return

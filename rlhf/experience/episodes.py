@@ -1,12 +1,15 @@
-"""Plays episodes in rounds: one engine call generates a turn of every live episode, then their environments are called.
+"""Plays episodes: an engine generates their turns, and their environments answer.
 
-The time that calls take does not change a round's batch. The journal stores the turns of a round before any of their
-calls, and all replies of a round, with one sync, before an episode uses any reply. A restart after a crash repeats the
-rounds with the turns and replies in the journal. It generates or calls only what the journal lacks (promise 20).
+An engine in the ranks plays in rounds: one engine call generates a turn of every live episode. The calls of a complete
+turn begin while the engine generates the others, if the engine listens. The time that calls take does not change a
+round's batch. On rollout servers, whose batches depend on time anyway, each episode goes on at its own pace.
+
+The journal stores a turn before its calls, and a reply before an episode uses it. A restart after a crash repeats the
+episodes with the turns and replies in the journal. It generates or calls only what the journal lacks (promise 20).
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,16 +19,17 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.config.schema.env import EnvConfig
 from rlhf.data import Prompt
 from rlhf.environments.class_checks import COLUMN
-from rlhf.environments.sessions import Call, EnvironmentFailed, EnvironmentPool, Reply, Session
+from rlhf.environments.sessions import EnvironmentPool, Session
 from rlhf.events import GENERATING, announce, report
-from rlhf.experience.episode import EnvironmentClass, Episode, Limits, Stage, new_part
+from rlhf.experience.episode import EnvironmentClass, Episode, Limits, Stage
+from rlhf.experience.episode_calls import AskedTurns, EarlyTurns, EpisodeCalls, asked_turns, turns_of
 from rlhf.experience.journal import Journal
 from rlhf.experience.policy_sampler import PolicySampler
 from rlhf.ranks.coordinator import Coordinator
-from rlhf.rollout import SamplingParams
+from rlhf.rollout import Sample, SamplingParams
 
-Outcome = dict[str, Any]
-"""Outcome of an episode's calls in a round: the environment's `replies` and `state`, or its `failure`."""
+AT_ONCE = 64
+"""Most turns that a rank takes, and most outcomes that its episodes use, between two exchanges with the servers."""
 
 
 @dataclass(frozen=True)
@@ -55,54 +59,86 @@ class Episodes:
     ) -> list[list[Episode]]:
         """Return the finished episodes of each of this rank's prompts, by the policy after `version` steps. Collective.
 
-        If any rank needs an engine call in a round, every rank makes an engine call.
+        Raises:
+            UserError: an episode begins with more than `max_prompt_length` tokens, or the chat template does not fit.
         """
         groups = [self._episodes(each) for each in asked]
         episodes = [episode for group in groups for episode in group]
         if journal is not None:
             journal.open_episodes([each.uid for each in asked])
+        calls = EpisodeCalls(self.pool, journal)
         try:
-            while True:
-                self._make_calls(episodes, journal)
-                live = [episode for episode in episodes if episode.phase is Stage.POLICY]
-                known = [] if journal is None or not live else journal.turns([episode.key for episode in live])
-                lacks = known is None or (journal is None and bool(live))
-                busy = any(episode.phase not in (Stage.DONE, Stage.FAILED) for episode in episodes)
-                states = self.coordinator.all_gather((busy, lacks))
-                if not any(busy for busy, _ in states):
-                    return groups
-                if any(lacks for _, lacks in states):
-                    # Generate all of a rank's live episodes or none: the bits of log-probs depend on the batch.
-                    wanted = live if lacks else []
-                    requests = [episode.request() for episode in wanted]
-                    whole = self.sampler.generate(requests, version=version, step=step)
-                    made = [new_part(sample, each.start) for each, sample in zip(requests, whole, strict=True)]
-                    if journal is not None and wanted:
-                        journal.add_turns({e.key: sample for e, sample in zip(wanted, made, strict=True)})
-                    known = made if lacks else known
-                announce("env.turn")
-                for episode, sample in zip(live, known or [], strict=True):
-                    episode.take_turn(sample)
-                done = sum(episode.phase in (Stage.DONE, Stage.FAILED) for episode in episodes)
-                report(GENERATING, done, len(episodes))
+            if self.sampler.background:
+                self._play_singly(episodes, calls, version, step, journal)
+            else:
+                self._play_rounds(episodes, calls, version, step, journal)
+            return groups
         finally:
-            for episode in episodes:
-                episode.session.drop()
+            calls.drop(episodes)
 
-    def _make_calls(self, episodes: Sequence[Episode], journal: Journal | None) -> None:
-        """Make or look up the calls of all episodes until every episode needs the policy or is finished."""
-        while waiting := [episode for episode in episodes if episode.phase is Stage.CALLS]:
-            outcomes = {e.key: journal.calls(e.key, e.asked) if journal is not None else None for e in waiting}
-            new = [episode for episode in waiting if outcomes[episode.key] is None]
-            made = self.pool.run([partial(_outcome, episode.session, episode.calls) for episode in new])
-            announce("env.answered")
-            if journal is not None and new:
-                named = [(e.key, e.asked) for e in new]
-                journal.add_calls(dict(zip(named, made, strict=True)))
-            announce("env.recorded")
-            outcomes |= {episode.key: outcome for episode, outcome in zip(new, made, strict=True)}
-            for episode in waiting:
-                _use(episode, outcomes[episode.key] or {}, new=episode in new)
+    def _play_rounds(
+        self, episodes: Sequence[Episode], calls: EpisodeCalls, version: int, step: int, journal: Journal | None
+    ) -> None:
+        """Play in rounds. If any rank needs an engine call in a round, every rank makes an engine call."""
+        while True:
+            calls.finish(episodes)
+            live = [episode for episode in episodes if episode.phase is Stage.POLICY]
+            known = [] if journal is None or not live else journal.turns([episode.key for episode in live])
+            lacks = known is None or (journal is None and bool(live))
+            states = self.coordinator.all_gather((_finished(episodes) < len(episodes), lacks))
+            if not any(busy for busy, _ in states):
+                return
+            made: dict[Episode, Sample] = {}
+            if any(lacks for _, lacks in states):
+                # Generate all of a rank's live episodes or none: the bits of log-probs depend on the batch.
+                made = self._generate(live if lacks else [], calls, version, step, journal)
+            _take_turns(made if lacks else dict(zip(live, known or [], strict=True)))
+            report(GENERATING, _finished(episodes), len(episodes))
+
+    def _play_singly(
+        self, episodes: Sequence[Episode], calls: EpisodeCalls, version: int, step: int, journal: Journal | None
+    ) -> None:
+        """Play each episode at its own pace: its next turn begins once its environment has answered.
+
+        The engine has devices of its own, and its batches depend on time anyway, so no episode waits for another.
+        """
+        self.sampler.begin([], version=version, step=step)
+        asked: AskedTurns = {}
+        left, turned, samples = len(episodes), list(episodes), list[Sample]()
+        while True:
+            # Hand over a few turns at a time: the servers work on the first while the rank reads the others.
+            moved = dict.fromkeys([*turned, *calls.advance(turned, most=AT_ONCE)])
+            left -= _finished(moved)
+            ready = [episode for episode in moved if episode.phase is Stage.POLICY]
+            known = {e: turns[0] for e in ready if journal is not None and (turns := journal.turns([e.key]))}
+            new = [episode for episode in ready if episode not in known]
+            requests = [episode.request() for episode in new]
+            asked |= asked_turns(new, requests)
+            states = self.coordinator.all_gather((left > 0, bool(samples or known) or calls.ended))
+            if not any(busy for busy, _ in states):
+                break
+            samples += self.sampler.exchange(requests, wait=not any(waiting for _, waiting in states))
+            now, samples = samples[:AT_ONCE], samples[AT_ONCE:]
+            made = turns_of(now, asked)
+            if journal is not None and made:
+                journal.add_turns({episode.key: turn for episode, turn in made.items()})
+            if turned := [*known, *made]:
+                _take_turns(known | made)
+                report(GENERATING, len(episodes) - left, len(episodes))
+        self.sampler.stop()
+
+    def _generate(
+        self, live: Sequence[Episode], calls: EpisodeCalls, version: int, step: int, journal: Journal | None
+    ) -> dict[Episode, Sample]:
+        """Generate a turn of each episode, and return the turns that no episode has taken yet. Collective."""
+        requests = [episode.request() for episode in live]
+        asked = asked_turns(live, requests)
+        early = EarlyTurns(asked, calls, journal)
+        whole = self.sampler.generate(requests, version=version, step=step, listener=early.add)
+        left = turns_of(whole, asked)
+        if journal is not None and left:
+            journal.add_turns({episode.key: turn for episode, turn in left.items()})
+        return left
 
     def _episodes(self, asked: Asked) -> list[Episode]:
         prompt = asked.prompt
@@ -133,21 +169,11 @@ def _row(prompt: Prompt, seed: int) -> dict[str, Any]:
     return {"seed": seed} | prompt.extra_info | own | prompt.columns
 
 
-def _outcome(session: Session, calls: Sequence[Call]) -> Outcome:
-    """Make the calls and return their outcome. End the environment after an episode's last call or a failure."""
-    try:
-        replies: list[Reply] = session.make(calls)
-    except EnvironmentFailed as error:
-        session.drop()
-        return {"failure": str(error)}
-    if calls[0]["op"] == "reward":
-        session.close()
-    return {"replies": replies, "state": session.state}
+def _take_turns(turns: dict[Episode, Sample]) -> None:
+    announce("env.turn")
+    for episode, turn in turns.items():
+        episode.take_turn(turn)
 
 
-def _use(episode: Episode, outcome: Outcome, *, new: bool) -> None:
-    if "failure" in outcome:
-        return episode.fail(outcome["failure"])
-    if not new:
-        episode.session.record(episode.calls, outcome["replies"], outcome["state"])
-    return episode.take_replies(outcome["replies"])
+def _finished(episodes: Iterable[Episode]) -> int:
+    return sum(episode.phase in (Stage.DONE, Stage.FAILED) for episode in episodes)

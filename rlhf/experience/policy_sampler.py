@@ -107,6 +107,14 @@ class PolicySampler:
         cast(BackgroundEngine, self.engine).begin(requests, seed=self.seed, step=step)
         self.runs = True
 
+    def exchange(self, requests: Sequence[Request], *, wait: bool) -> list[Sample]:
+        """Add requests to the generation in the background, and return this rank's samples that are complete since the
+        last call, as `BackgroundEngine.exchange`. Collective."""
+        started = time.monotonic()
+        samples = cast(BackgroundEngine, self.engine).exchange(requests, wait=wait)
+        self.seconds += time.monotonic() - started
+        return samples
+
     def stop(self) -> list[Sample]:
         """End the generation in the background, if there is one. Return its samples, some of them partial. Collective.
 

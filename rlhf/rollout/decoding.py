@@ -209,8 +209,8 @@ class Decoding:
             for row in finished:
                 self.reasons[samples[row]] = "stop" if stopped[row] else "length"
                 self.completion.answered(self.requests[samples[row]])
-                if self.listener is not None:
-                    self.listener(self._complete(samples[row]))
+            if self.listener is not None:
+                self.listener([self._complete(sample) for sample in samples[finished]])
             self._remove(first + finished)
             report(GENERATING, self.admitted - self.cache.span.rows, self.total)
 

@@ -111,8 +111,9 @@ class Quota:
     groups: int
 
 
-Listener = Callable[[Sample], None]
-"""Function that an engine calls in the thread of the rank with complete samples, while it generates others."""
+Listener = Callable[[Sequence[Sample]], None]
+"""Function that an engine calls in the thread of the rank with new complete samples, perhaps none, while it generates
+others."""
 
 
 class Completion:
@@ -131,6 +132,10 @@ class Completion:
         if not self._left[request.uid]:
             for i, quota in enumerate(self._quotas):
                 self._missing[i] -= request.uid in quota.uids
+
+    def extend(self, requests: Iterable[Request]) -> None:
+        """Count further requests."""
+        self._left.update(request.uid for request in requests)
 
     @property
     def reached(self) -> bool:
@@ -199,11 +204,16 @@ class BackgroundEngine(PartialEngine, Protocol):
     """An engine with devices of its own, which can generate while the rank trains. All calls are collective.
 
     After `generate_until`, the engine continues the partial samples with the same weights. Until `stop`, only `metrics`
-    and `sleep` may be called.
+    and `sleep` may be called, and after `begin` also `exchange`.
     """
 
     def begin(self, requests: Sequence[Request], *, seed: int, step: int) -> None:
         """Start to generate with the current weights, until `stop`."""
+
+    def exchange(self, requests: Sequence[Request], *, wait: bool) -> list[Sample]:
+        """Add requests to the generation of `begin`, and return those of this rank's samples that are complete since
+        the last call, perhaps none. `wait`, the same on every rank: wait a little for them. `stop` does not return the
+        samples of these requests."""
 
     def stop(self) -> list[Sample]:
         """End the generation of `begin` or `generate_until`, and return the sample of each request.

@@ -111,7 +111,7 @@ def test_a_crash_anywhere_changes_no_bit(event, sampler, tmp_path):
     """The program is started again and receives the recorded answers (promise 20)."""
     with agent("sums") as pool:
         expected, crashes = facts(play(pool, sampler)), 0
-        for nth in range(1, 20):
+        for nth in range(1, 60):
             sampler.sizes.clear()
             try:
                 with crash_at(event, nth):

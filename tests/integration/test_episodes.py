@@ -11,8 +11,9 @@ import pytest
 from rlhf.config.schema.env import EnvConfig
 from rlhf.data import Prompt
 from rlhf.data.turns.chat_turns import ChatTurns
-from rlhf.environments.sessions import EnvironmentPool
+from rlhf.environments.sessions import EnvironmentLate, EnvironmentPool, Session
 from rlhf.errors import UserError
+from rlhf.experience import episode_calls
 from rlhf.experience.episode import EnvironmentClass, Episode, Stage
 from rlhf.experience.episode_groups import check_failures, fail_without_baseline, with_one_prompt
 from rlhf.experience.episodes import Asked, Episodes
@@ -95,14 +96,14 @@ def test_a_conversation_is_what_the_engine_saw(pool, sampler):
     """Prompt and response are the requests' tokens; the mask is True exactly on what the engine returned."""
     seen: dict[tuple[int, int], list[tuple[list[int], list[int]]]] = {}
 
-    def generate(requests, *, version, step):
+    def generate(requests, *, version, step, listener):
         made = sampler.generate(requests, version=version, step=step)
         for request, sample in zip(requests, made, strict=True):
             new = sample.token_ids[request.start :].tolist()
             seen.setdefault((request.uid, request.sample), []).append((request.context, new))
         return made
 
-    observing = SimpleNamespace(generate=generate, tokenizer=sampler.tokenizer)
+    observing = SimpleNamespace(generate=generate, tokenizer=sampler.tokenizer, background=False)
     for group in play(player(pool, observing, "Sums"), sampler):
         prompt, samples = with_one_prompt(group, 0)
         for sample in samples:
@@ -136,6 +137,70 @@ def test_a_crash_anywhere_changes_no_bit_and_repeats_no_journaled_call(
     if event in ("env.recorded", "env.turn"):
         assert set(counts.values()) == {1}
         assert counts.total() == undisturbed[1]
+
+
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> Sampler:
+    """An engine with four rows for six samples, which hands over each turn as soon as it is complete."""
+    monkeypatch.setattr(episode_calls, "PAUSE_S", 0.0)
+    made = Sampler(rows=4)
+    made.listens = True
+    return made
+
+
+@pytest.fixture(scope="module")
+def late(pool: EnvironmentPool) -> list[Any]:
+    """Facts of episodes whose calls begin after each generation, on four rows."""
+    other = Sampler(rows=4)
+    return facts(play(player(pool, other, "Sums"), other))
+
+
+def test_environments_answer_while_the_engine_generates(pool, listening, late, calls, monkeypatch):
+    answered, generate = list[int](), listening.generate
+
+    def counted(requests, **arguments):
+        before = len(calls.read_text().splitlines())
+        made = generate(requests, **arguments)
+        answered.append(len(calls.read_text().splitlines()) - before)
+        return made
+
+    monkeypatch.setattr(listening, "generate", counted)
+    assert facts(play(player(pool, listening, "Sums"), listening)) == late
+    assert any(answered)
+
+
+@pytest.mark.parametrize("event", ["env.answered", "env.recorded", "env.turn", "journal.append", "journal.fsync"])
+def test_a_crash_between_early_calls_changes_no_bit(event, pool, listening, late, tmp_path):
+    crashes = 0
+    for nth in range(1, 60):
+        try:
+            with crash_at(event, nth):
+                found = facts(play(player(pool, listening, "StatefulSums"), listening, journal_at(tmp_path)))
+            break
+        except Crash:
+            crashes += 1
+    assert crashes >= 3
+    assert found == late
+
+
+def test_a_call_that_is_late_during_a_generation_is_made_again(pool, listening, late, monkeypatch):
+    """The engine may take the processors that the environment needs."""
+    made, names = Session.make, list[str]()
+
+    def make(session: Session, calls: Any) -> Any:
+        if calls[0]["op"] == "step" and session.name not in names:
+            names.append(session.name)
+            session.drop()
+            raise EnvironmentLate("step took longer than env.timeout_s=60")
+        return made(session, calls)
+
+    monkeypatch.setattr(Session, "make", make)
+    found = play(player(pool, listening, "Sums"), listening)
+    early = [not episode.failures for group in found for episode in group]
+    assert len(names) >= 6
+    assert any(early)
+    expected = [fact for fact, same in zip(late, early, strict=True) if same]
+    assert [fact for fact, same in zip(facts(found), early, strict=True) if same] == expected
 
 
 def test_journaled_turns_are_not_generated_again(pool, sampler, undisturbed, tmp_path):

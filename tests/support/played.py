@@ -16,6 +16,7 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.ranks.gloo import GlooTransport
 from rlhf.rollout import Request, Sample
 from rlhf.rollout.embedded import EmbeddedEngine
+from rlhf.rollout.engine import Listener
 
 
 class Crash(BaseException):
@@ -41,15 +42,21 @@ def crash_at(event: str, nth: int) -> Iterator[None]:
 
 
 class Sampler:
-    """The embedded engine with the tiny policy; counts the requests of each call."""
+    """The embedded engine with the tiny policy; counts the requests of each call. `listens`: give turns early."""
 
-    def __init__(self) -> None:
+    listens = False
+    background = False
+
+    def __init__(self, rows: int = 64) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(tiny.FOLDER)
         model = AutoModelForCausalLM.from_pretrained(tiny.FOLDER, dtype=torch.float32)
-        self.engine, self.sizes = EmbeddedEngine(model, self.tokenizer, 64), list[int]()
+        self.engine, self.sizes = EmbeddedEngine(model, self.tokenizer, rows), list[int]()
 
-    def generate(self, requests: list[Request], *, version: int, step: int) -> list[Sample]:
+    def generate(
+        self, requests: list[Request], *, version: int, step: int, listener: Listener | None = None
+    ) -> list[Sample]:
         self.sizes.append(len(requests))
+        self.engine.listen(listener if self.listens else None)
         return self.engine.generate(requests, seed=3, step=step)
 
 

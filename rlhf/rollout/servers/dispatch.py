@@ -79,9 +79,18 @@ class SampleQueue:
     """
 
     def __init__(self, groups: Iterable[Sequence[int]]) -> None:
-        self._groups = deque(deque(group) for group in groups)
-        self._group_of = {index: number for number, group in enumerate(self._groups) for index in group}
+        self._groups = deque[deque[int]]()
+        self._group_of: dict[int, int] = {}
         self._left: dict[Hashable, deque[int]] = {}  # by server: siblings of samples that the server got
+        self._number = 0
+        self.extend(groups)
+
+    def extend(self, groups: Iterable[Sequence[int]]) -> None:
+        """Append groups of siblings."""
+        for group in groups:
+            self._group_of |= dict.fromkeys(group, self._number)
+            self._groups.append(deque(group))
+            self._number += 1
 
     def __bool__(self) -> bool:
         return bool(self._groups or self._left)

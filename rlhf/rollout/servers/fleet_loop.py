@@ -153,7 +153,7 @@ class FleetLoop:
 
         The servers continue the other samples until `stop`.
         """
-        self._generation = ServedGeneration(requests, quotas, seed, step)
+        self._generation = ServedGeneration(list(requests), quotas, seed, step)
         self._budget.needed = True
         self._wake.set()
 
@@ -166,6 +166,12 @@ class FleetLoop:
         """Return the samples that are complete since the last call, by index of the request."""
         assert self._generation is not None
         return self._generation.pop_news()
+
+    def extend(self, requests: Sequence[Request]) -> None:
+        """Add requests to the generation."""
+        assert self._generation is not None
+        self._generation.extend(requests)
+        self._wake.set()
 
     def stop(self) -> None:
         """Make the servers answer with the tokens so far.

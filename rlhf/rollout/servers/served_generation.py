@@ -13,7 +13,7 @@ from rlhf.rollout.servers.dispatch import SampleQueue
 class ServedGeneration:
     """The requests of one generation. `queue` has the indices of requests that wait for a server."""
 
-    requests: Sequence[Request]
+    requests: list[Request]
     quotas: Sequence[Quota]
     seed: int
     step: int
@@ -27,6 +27,13 @@ class ServedGeneration:
     def __post_init__(self) -> None:
         self.queue = SampleQueue(siblings(self.requests))
         self._completion = Completion(self.requests, self.quotas)
+
+    def extend(self, requests: Sequence[Request]) -> None:
+        """Add requests, with the next indices."""
+        first = len(self.requests)
+        self.requests += requests
+        self.queue.extend([range(first + group.start, first + group.stop) for group in siblings(requests)])
+        self._completion.extend(requests)
 
     def answered(self, index: int, sample: Sample) -> None:
         """Record the answer to the request `index`."""

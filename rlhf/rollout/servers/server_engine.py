@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain, islice
@@ -34,8 +35,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 KEEP_ALIVE_S = 20.0
 """Interval in seconds between keep-alives from the leader to the waiting ranks, so that no timeout fires."""
-NEWS_S = 1.0
+NEWS_S = 0.25
 """Interval in seconds in which ranks with a listener receive their complete samples."""
+EXCHANGE_S = 0.03
+"""Longest wait in seconds for complete samples in `exchange`."""
 
 
 class ServerEngine:
@@ -58,7 +61,8 @@ class ServerEngine:
         self._version = 0
         self._label = ""  # label of the wanted weights; empty until their digests are known
         self._listener: Listener | None = None
-        self._sizes: list[int] = []  # on the leader: each rank's number of requests in the current generation
+        self._sizes: list[int] = []  # on the leader: each rank's number of requests in `begin`
+        self._owners: list[int] = []  # on the leader: the rank of each request in the current generation
 
     def update_weights(self, weights: Weights, version: int) -> None:
         """Push the weights to all live servers that lack them.
@@ -94,11 +98,32 @@ class ServerEngine:
         of_ranks = gather_requests(requests, range(self._coordinator.world_size), [0], self._coordinator)
         all_quotas = list(chain.from_iterable(self._coordinator.all_gather(list(quotas))))
         self._sizes = [len(of_rank) for of_rank in of_ranks]
+        self._owners = [rank for rank, size in enumerate(self._sizes) for _ in range(size)]
         all_requests = list(chain.from_iterable(of_ranks))
         self._on_leader(lambda fleet: fleet.do(lambda loop: loop.begin(all_requests, seed, step, all_quotas)))
 
+    def exchange(self, requests: Sequence[Request], *, wait: bool) -> list[Sample]:
+        """Add requests to the generation, and return this rank's samples that are complete since the last call."""
+        of_ranks = gather_requests(requests, range(self._coordinator.world_size), [0], self._coordinator)
+        self._owners += [rank for rank, of_rank in enumerate(of_ranks) for _ in of_rank]
+        added = list(chain.from_iterable(of_ranks))
+
+        def extend_and_wait(fleet: Fleet) -> FleetState | None:
+            if added:
+                fleet.do(lambda loop: loop.extend(added))
+            return fleet.wait(EXCHANGE_S if wait else 0.0)
+
+        outcome = self._on_leader(extend_and_wait)
+        if outcome == "weights":
+            self._push()
+        samples = self._news()
+        if outcome == "done" and wait and not samples:
+            time.sleep(EXCHANGE_S)  # all samples were returned earlier, so the environments are at work
+        return samples
+
     def stop(self) -> list[Sample]:
-        """Return the sample of each of this rank's requests. An unfinished sample is partial and has the tokens so far.
+        """Return the sample of each of this rank's requests in `begin`. An unfinished sample is partial and has the
+        tokens so far.
 
         If a server fails, the tokens of its unfinished samples are lost.
         """
@@ -122,10 +147,9 @@ class ServerEngine:
         parts: list[list[Sample]] = []
 
         def split_by_rank(fleet: Fleet) -> None:
-            news, first = fleet.do(FleetLoop.pop_news), 0
-            for size in self._sizes:
-                parts.append([sample for index, sample in news.items() if first <= index < first + size])
-                first += size
+            parts.extend([] for _ in range(self._coordinator.world_size))
+            for index, sample in fleet.do(FleetLoop.pop_news).items():
+                parts[self._owners[index]].append(sample)
 
         self._on_leader(split_by_rank)
         return scatter_samples(parts, self._coordinator)
@@ -158,8 +182,7 @@ class ServerEngine:
             if outcome is not None:
                 return outcome
             if self._listener is not None:
-                for sample in self._news():
-                    self._listener(sample)
+                self._listener(self._news())
             if generating:  # a restart of servers may take long; the fleet has its own deadlines
                 announce("rollout.wait")
 
