@@ -62,6 +62,7 @@ class Session:
     """State after the last call in `made`; None if the object cannot save its state."""
     _channel: socket.socket | None = None
     _process: Process | None = None
+    _given_up: bool = False
 
     def record(self, calls: Sequence[Call], replies: Sequence[Reply], state: dict[str, Any] | None) -> None:
         """Append calls and their replies, which may come from the journal. `state` is the state after these calls."""
@@ -77,6 +78,8 @@ class Session:
                 replies = [self._exchange(call) for call in calls]
             except (_ProcessGoneError, OSError) as error:
                 self.drop()
+                if self._given_up:
+                    raise EnvironmentFailed("the trainer has given up the episode") from error
                 if attempt + 1 == _TRIES:
                     raise EnvironmentFailed(f"its process ended {_TRIES} times: {error}") from error
             else:
@@ -105,6 +108,8 @@ class Session:
         """Send one request and return its reply, both before the deadline."""
         assert self._channel is not None
         assert self._process is not None
+        if self._given_up:
+            raise _ProcessGoneError
         # The reply must repeat a random number, so that code run by a tool cannot write the next reply in advance.
         number = secrets.token_hex(8)
         try:
@@ -120,7 +125,8 @@ class Session:
                 f"{call['op']} took longer than env.timeout_s={self.pool.config.timeout_s:g}"
             ) from None
         except (OSError, ValueError, RecursionError) as error:
-            self.pool.kill(self._process)
+            if not self._given_up:
+                self.pool.kill(self._process)
             raise _ProcessGoneError(str(error) or type(error).__name__) from error
         # Code that a tool runs may have read the number, so check the whole reply.
         try:
@@ -141,6 +147,13 @@ class Session:
             with contextlib.suppress(EnvironmentFailed, _ProcessGoneError, OSError):
                 self._exchange({"op": "close"})
             self.drop()
+
+    def give_up(self) -> None:
+        """Make the call that another thread makes fail at once. `drop` the session once that thread is done."""
+        self._given_up, channel = True, self._channel
+        if channel is not None:
+            with contextlib.suppress(OSError):
+                channel.shutdown(socket.SHUT_RDWR)
 
     def drop(self) -> None:
         """Close the socket; the process closes the object."""

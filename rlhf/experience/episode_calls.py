@@ -89,13 +89,13 @@ class EpisodeCalls:
         self.begin([*done], early=True)
 
     def drop(self, episodes: Sequence[Episode]) -> None:
-        """End the environments of the episodes, those in the middle of a call once the call ends."""
+        """End the environments of the episodes, also those in the middle of a call."""
+        running = {episode: call for episode, call in self._begun.items() if not call.cancel()}
+        for episode in running:
+            episode.session.give_up()
+        wait(running.values())
         for episode in episodes:
-            if (call := self._begun.get(episode)) is None:
-                episode.session.drop()
-            else:
-                call.cancel()
-                call.add_done_callback(partial(_drop, episode.session))
+            episode.session.drop()
 
     @property
     def ended(self) -> bool:
@@ -178,10 +178,6 @@ def beside_the_loop(action: Callable[[], None]) -> None:
     """
     with ThreadPoolExecutor(1, thread_name_prefix="early-turns") as thread:
         thread.submit(action).result()
-
-
-def _drop(session: Session, _: object) -> None:
-    session.drop()
 
 
 def _outcome(session: Session, calls: Sequence[Call], *, early: bool) -> Outcome | None:

@@ -585,6 +585,20 @@ def test_a_dying_environment_fails_no_other_of_its_process(hostile):
     assert [made.result() for made in calls] == ["done", "failed", "failed", "done"]
 
 
+def test_a_call_that_is_given_up_ends_at_once(tmp_path):
+    """Otherwise a run that ends with an error would wait for its tools, or leave their programs to the next attempt."""
+    file = tmp_path / "waits.py"
+    file.write_text("import time\nclass Waits:\n    def reset(self, **row): time.sleep(600)\n" + TOOL)
+    with contextlib.closing(EnvironmentPool(EnvConfig(classes=[f"{file}:Waits"], timeout_s=600)).start()) as pool:
+        session = Session(pool, 0, 1)
+        made = pool.submit(partial(session.make, [{"op": "reset", "row": {}}]))
+        while session._channel is None:
+            time.sleep(0.01)
+        session.give_up()
+        with pytest.raises(EnvironmentFailed, match="given up"):
+            made.result(timeout=30)
+
+
 @pytest.mark.slow
 def test_a_host_that_starts_again_does_not_run_an_edited_file(tmp_path, caplog):
     file = tmp_path / "edited.py"
