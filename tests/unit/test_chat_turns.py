@@ -260,8 +260,8 @@ UNFIT = {
     ),
     "no end": ("{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}", "no special token"),
     "one answer": (
-        "{% if messages | length > 1 %}{{ raise_exception('one message, {role}') }}{% endif %}{{ messages[0].content }}",
-        "one message, {role}",
+        "{% if messages | length > 1 %}{{ raise_exception('one {role}') }}{% endif %}{{ messages[0].content }}",
+        "one {role}",
     ),
     "syntax": ("{% for m in messages %}", "rejects"),
 }
