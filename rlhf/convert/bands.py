@@ -56,6 +56,18 @@ def bands_of(
         yield Band(row, rows, offsets[-1], columns, number * rows * columns, stored)
 
 
+def runs_of(bands: list[Band], info: TensorInfo) -> tuple[TensorInfo, list[Band]]:
+    """Return the tensor as a vector, with its bands, if each band is within one row; else return the arguments.
+
+    `read_bands` allocates whole rows. A row of a flattened tensor of Megatron is one rank's whole part of a weight.
+    """
+    if len(info.shape) < 2 or any(band.rows > 1 for band in bands):
+        return info, bands
+    width = info.shape[-1]
+    runs = [Band(band.row * width + band.column, band.columns, 0, 1, band.at, band.stored) for band in bands]
+    return TensorInfo((info.numel,), info.dtype), runs
+
+
 def read_bands(bands: Iterable[Band], info: TensorInfo, start: int, stop: int) -> Tensor | None:
     """Return elements [start, stop) of the flattened tensor, 1-D; None unless each element is in exactly one band."""
     width = info.shape[-1] if len(info.shape) > 1 else 1

@@ -265,3 +265,18 @@ def test_forged_safetensors_offsets_are_damage(tmp_path: Path, places: Any, offs
     file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(24))
     with pytest.raises(DamagedCheckpoint, match=message):
         DcpSafetensors(tmp_path).read("x", 0, 9)
+
+
+def test_runs_of_a_long_row_are_read_alone(folder: Path) -> None:
+    """Megatron's flattened tensors have few long rows. A read of some elements needs only the runs with them."""
+    cube = TENSORS["cube"]
+    runs: list[tuple[tuple[int, ...], Tensor]] = [
+        ((i, j, k), cube[i : i + 1, j : j + 1, k : k + 3].clone()) for i in range(2) for j in range(4) for k in (0, 3)
+    ]
+    in_chunks(folder, "cube", runs)
+    assert_read(folder)
+    found = DcpFolder(folder)
+    (folder / "cube_1.distcp").unlink()
+    assert torch.equal(found.read("cube", 0, 3), cube.reshape(-1)[:3])
+    with pytest.raises(DamagedCheckpoint, match=r"cube_1\.distcp is missing"):
+        found.read("cube", 0, 4)

@@ -1,6 +1,5 @@
 """Converts Megatron's distributed checkpoints to a model of transformers, and back."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,41 +15,11 @@ from rlhf.convert.dcp import dcp_writer
 from rlhf.convert.megatron.megatron_folder import write_megatron_folder
 from rlhf.errors import UserError
 from rlhf.storage.disk_errors import DamagedCheckpoint
-from tests.support.megatron_states import tensor_parallel_part, whole_layer
+from tests.support.megatron_states import as_older_metadata, reference, save_distributed, stacked
 from tests.support.sources import opened, whole
 from tests.support.tiny_models import causal_lm
 
 SIZES = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2}
-
-
-def reference(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return Megatron's whole tensors; the name of a layer's tensor has the layer's number."""
-    state = dict(model.state_dict())
-    result = {
-        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
-        "decoder.final_layernorm.weight": state["model.norm.weight"],
-    }
-    if not model.config.tie_word_embeddings:
-        result["output_layer.weight"] = state["lm_head.weight"]
-    for layer in range(model.config.num_hidden_layers):
-        for name, value in tensor_parallel_part(whole_layer(state, layer, model.config), 0, 1).items():
-            result[f"decoder.layers.{layer}.{name}"] = value
-    return result
-
-
-def stacked(tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
-    """Stack the layers' tensors along a new first dimension."""
-    result = {name: tensor for name, tensor in tensors.items() if ".layers." not in name}
-    for name in [name for name in tensors if ".layers.0." in name]:
-        of_layers = [tensors[name.replace(".0.", f".{layer}.", 1)] for layer in range(layers)]
-        result[name.replace(".0.", ".", 1)] = torch.stack(of_layers)
-    return result
-
-
-def save_distributed(tensors: dict[str, Tensor], folder: Path, backend: str = "torch_dist") -> None:
-    """Write a folder like megatron-core's, with the parts that the reader uses."""
-    dcp.save({name: tensor.clone() for name, tensor in tensors.items()}, checkpoint_id=folder, no_dist=True)
-    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": backend, "sharded_backend_version": 1}))
 
 
 def assert_is(model: PreTrainedModel, folder: Path, **origin: Any) -> None:
@@ -101,6 +70,14 @@ def test_layers_and_halves_of_an_mlp_may_have_names_of_their_own(tmp_path: Path)
     assert_is(model, tmp_path / "global_step_4")
     with opened(tmp_path / "global_step_4") as source:
         assert source.contents.progress.step == 4
+
+
+def test_metadata_of_older_releases_is_read(tmp_path: Path) -> None:
+    """megatron-core 0.13 to 0.15 writes `.metadata` in a class of its own."""
+    model = causal_lm("llama", tmp_path / "model", **SIZES)
+    save_distributed(stacked(reference(model), 3), tmp_path / "dist")
+    as_older_metadata(tmp_path / "dist")
+    assert_is(model, tmp_path / "dist", model_files=tmp_path / "model")
 
 
 def lose_tensor(tensors: dict[str, Tensor]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 
-from rlhf.convert.bands import Band, StoredPart, bands_of, read_bands
+from rlhf.convert.bands import Band, StoredPart, bands_of, read_bands, runs_of
 from rlhf.convert.pickles import StandIn, stand_in
 from rlhf.convert.stored_tensor import StoredTensor, open_torch_file
 from rlhf.errors import UserError
@@ -35,6 +35,8 @@ ALLOWED: dict[str, Any] = {
     "torch.distributed.checkpoint.filesystem._StorageInfo": filesystem._StorageInfo,
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": metadata.TensorProperties,
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": metadata._MEM_FORMAT_ENCODING,
+    # Up to release 0.15, megatron-core's class of `.metadata`, which adds the shapes of flattened tensors.
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata": metadata.Metadata,
     "torch.Size": torch.Size,
     "torch.serialization._get_layout": torch.serialization._get_layout,
     "collections.OrderedDict": OrderedDict,
@@ -47,7 +49,6 @@ UNREAD = (
     "torch.distributed.checkpoint.planner.WriteItem",
     "torch.distributed.checkpoint.planner.WriteItemType",
     "torch.distributed.checkpoint.planner.TensorWriteData",
-    "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
     "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
 )
 """Classes of objects that some savers add; a StandIn replaces each object."""
@@ -88,7 +89,7 @@ class DcpFolder:
         self.objects: list[str] = []
         self._items: dict[str, dict[tuple[int, ...], Any]] = {}
         self._chunks: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-        self._bands: dict[str, list[Band]] = {}
+        self._bands: dict[str, tuple[TensorInfo, list[Band]]] = {}
         try:
             self._parse_metadata(described)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -117,10 +118,10 @@ class DcpFolder:
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of the flattened (row-major) tensor `name`, 1-D."""
-        info = self.tensors[name]
         if name not in self._bands:
-            self._bands[name] = list(self._bands_of(name))
-        if (found := read_bands(self._bands[name], info, start, stop)) is None:
+            self._bands[name] = runs_of(list(self._bands_of(name)), self.tensors[name])
+        info, bands = self._bands[name]
+        if (found := read_bands(bands, info, start, stop)) is None:
             raise DamagedCheckpoint(f"{self.path / METADATA} does not list all parts of {name}")
         return found
 
