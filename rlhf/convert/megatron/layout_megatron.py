@@ -6,14 +6,18 @@ virtual pipeline stages. Layers count from zero in each stage. Only ranges of th
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
 from rlhf.convert.megatron.megatron_model import EMBEDDING, LAYERS, NORM
 from rlhf.convert.megatron.megatron_names import as_transformers, find_model, has_value_head
+from rlhf.convert.megatron.megatron_optimizer import MASTERS, OptimizerParts, updates_in
 from rlhf.convert.megatron.megatron_paths import find_folder
-from rlhf.convert.pickles import stand_in
+from rlhf.convert.megatron.megatron_pickles import ALLOWED
+from rlhf.convert.megatron.rank_optimizer import moments_of_rank
+from rlhf.convert.moments import MOMENTS
 from rlhf.convert.stored_tensor import StoredTensor, open_torch_file
 from rlhf.errors import UserError
 from rlhf.models.hf.named_tensors import NamedTensors
@@ -26,28 +30,8 @@ FILES = ("model_states.pt", "model_optim_rng.pt", "model.pt")
 """Names of a rank's file: the documented name, Megatron-LM's name, and the name in verl's first releases."""
 LAYER = re.compile(re.escape(LAYERS) + r"(\d+)\.(.+)")
 
-
-UNREAD = (
-    "argparse.Namespace",
-    "types.SimpleNamespace",
-    "signal.Signals",
-    "pathlib.PosixPath",
-    "numpy.core.multiarray._reconstruct",
-    "numpy._core.multiarray._reconstruct",
-    "numpy.ndarray",
-    "numpy.dtype",
-    "numpy.dtypes.UInt32DType",
-    "megatron.core.enums.ModelType",
-    "megatron.core.transformer.enums.AttnBackend",
-    "megatron.core.transformer.enums.CudaGraphScope",
-    "megatron.core.optimizer.optimizer_config.OptimizerConfig",
-    "megatron.core.rerun_state_machine.RerunDiagnostic",
-    "megatron.core.rerun_state_machine.RerunMode",
-    "megatron.core.rerun_state_machine.RerunState",
-)
-"""Classes that Megatron-LM saves beside the weights (arguments, random states); a StandIn replaces each object."""
-ALLOWED = [stand_in(name) for name in UNREAD]
-
+RankFiles = dict[tuple[int, int], Path]
+"""Files by tensor parallel rank and pipeline rank."""
 Chunk = dict[str, list[ReadableTensor]]
 """Tensors of one (virtual) pipeline stage by name, one per tensor parallel rank."""
 
@@ -67,27 +51,35 @@ def open_source(origin: Origin) -> NamedTensors:
     files = _rank_files(folder)
     contents = {path: open_torch_file(path, ALLOWED) for _, path in sorted(files.items())}
     _check_iterations(contents)
-    stages = [_stage(files, contents, stage) for stage in range(1 + max(stage for _, stage in files))]
-    if len({len(chunks) for chunks in stages}) > 1:
-        raise UserError(
-            f"{folder}: the pipeline ranks have different numbers of virtual stages. Restore all files of one save."
-        )
-    # The first chunks of all stages come before their second chunks.
-    chunks = [stage[chunk] for chunk in range(len(stages[0])) for stage in stages]
+    weights = {path: _chunks(content, path) for path, content in contents.items()}
+    chunks = _in_order(files, weights)
     _check_ends(folder, chunks)
     parts = _of_whole_model(chunks)
     model, model_files = find_model(origin, folder, values=has_value_head(parts))
     remedy = "Set --hf_model_path to the folder of the model that was trained, or restore the missing ranks."
     model.check_tensor_ranks(1 + max(rank for rank, _ in files), f"{folder}: tensor parallel ranks", remedy)
-    return as_transformers(model, parts, folder, model_files)
+    return as_transformers(model, parts, folder, model_files, partial(_optimizer, files, contents, weights))
+
+
+def _optimizer(
+    files: RankFiles, contents: Mapping[Path, Any], weights: Mapping[Path, list[dict[str, StoredTensor]]]
+) -> OptimizerParts:
+    states = {path: content.get("optimizer") for path, content in contents.items() if isinstance(content, dict)}
+    found = {path: moments_of_rank(states.get(path), weights[path], path) for path in contents}
+
+    def of_model(kind: str) -> Chunk:
+        return _of_whole_model(_in_order(files, {path: kinds[kind] for path, kinds in found.items()}))
+
+    moments = {moment: of_model(moment) for moment in MOMENTS}
+    return OptimizerParts(moments, updates_in(list(states.values()), min(files.values()).parent), of_model(MASTERS))
 
 
 def _has_ranks(folder: Path) -> bool:
     return any(RANK.fullmatch(path.name) for path in folder.glob("mp_rank_*"))
 
 
-def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
-    found = {}
+def _rank_files(folder: Path) -> RankFiles:
+    found: RankFiles = {}
     for path in folder.glob("mp_rank_*"):
         if (match := RANK.fullmatch(path.name)) is None:
             raise UserError(f"{path}: expert parallel ranks are not supported. Save with one expert parallel rank.")
@@ -114,16 +106,28 @@ def _check_iterations(contents: Mapping[Path, Any]) -> None:
             )
 
 
-def _stage(files: Mapping[tuple[int, int], Path], contents: Mapping[Path, Any], stage: int) -> list[Chunk]:
+def _in_order(files: RankFiles, chunks: Mapping[Path, list[dict[str, StoredTensor]]]) -> list[Chunk]:
+    """Return the chunks of all ranks in the order of the model's layers."""
+    stages = [_stage(files, chunks, stage) for stage in range(1 + max(stage for _, stage in files))]
+    if len({len(of_stage) for of_stage in stages}) > 1:
+        raise UserError(
+            f"{min(files.values()).parent.parent}: the pipeline ranks have different numbers of virtual stages. "
+            "Restore all files of one save."
+        )
+    # The first chunks of all stages come before their second chunks.
+    return [stage[chunk] for chunk in range(len(stages[0])) for stage in stages]
+
+
+def _stage(files: RankFiles, chunks: Mapping[Path, list[dict[str, StoredTensor]]], stage: int) -> list[Chunk]:
     paths = [path for (_, number), path in sorted(files.items()) if number == stage]
-    ranks = [_chunks(contents[path], path) for path in paths]
+    ranks = [chunks[path] for path in paths]
     result: list[Chunk] = []
     for number, first in enumerate(ranks[0]):
         result.append({name: [] for name in first})
-        for chunks, path in zip(ranks, paths, strict=True):
-            if len(chunks) != len(ranks[0]) or chunks[number].keys() != first.keys():
+        for of_rank, path in zip(ranks, paths, strict=True):
+            if len(of_rank) != len(ranks[0]) or of_rank[number].keys() != first.keys():
                 raise UserError(f"{path} and {paths[0]} have different tensors. Restore both from one save.")
-            for name, tensor in chunks[number].items():
+            for name, tensor in of_rank[number].items():
                 result[-1][name].append(tensor)
     return result
 

@@ -5,6 +5,7 @@ gate and up of a layer in another tensor. Names and orders are from megatron-cor
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ LAYERS = "decoder.layers."
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 NORM = "decoder.final_layernorm.weight"
+NO_WEIGHTS = re.compile(r"_extra_state|rotary_pos_emb\.inv_freq$")
+"""Names in the model's state dict that are not weights."""
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 

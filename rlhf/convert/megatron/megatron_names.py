@@ -1,13 +1,17 @@
 """Converts Megatron's tensors to transformers' tensors and back."""
 
-import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from rlhf.convert.megatron.columns import column_slice, joined_columns
 from rlhf.convert.megatron.megatron_model import (
     LAYERS,
+    NO_WEIGHTS,
     OUTPUT,
     MegatronModel,
     TensorSpec,
@@ -15,19 +19,26 @@ from rlhf.convert.megatron.megatron_model import (
     member_name,
     read_model,
 )
+from rlhf.convert.megatron.megatron_optimizer import OptimizerParts, Parts, check_fits
 from rlhf.convert.megatron.megatron_paths import step_of
+from rlhf.convert.moments import Unmapped
 from rlhf.errors import UserError
 from rlhf.models.hf.named_tensors import JoinedTensor, NamedTensors, Piece, zeros
 from rlhf.models.hf.small_files import folder_with_config
-from rlhf.models.hf.source import Contents, Origin, ReadableTensor, SourceTensor, TensorInfo, TensorSource, TrainedSoFar
+from rlhf.models.hf.source import (
+    Contents,
+    FunctionTensor,
+    Origin,
+    ReadableTensor,
+    SourceTensor,
+    TensorInfo,
+    TensorSource,
+    TrainedSoFar,
+)
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.hf_layout import MODEL_CONFIG
 
-Parts = Mapping[str, Sequence[ReadableTensor]]
-"""Tensors by Megatron's names: one part per tensor parallel rank."""
-ABSENT = ("the optimizer's moments", "the learning rate schedule")
-NO_WEIGHTS = re.compile(r"_extra_state|rotary_pos_emb\.inv_freq$")
-"""Names in the model's state dict that are not weights."""
+SCHEDULE = "the learning rate schedule"
 
 
 def find_model(origin: Origin, folder: Path, *, values: bool) -> tuple[MegatronModel, Path]:
@@ -44,9 +55,54 @@ def has_value_head(parts: Parts) -> bool:
     return OUTPUT in parts and parts[OUTPUT][0].info.shape[0] == 1
 
 
-def as_transformers(model: MegatronModel, parts: Parts, where: Path, files: Path) -> NamedTensors:
-    """Return transformers' tensors of `model` from `parts`, which were read in `where`. Raises UserError for a missing
-    tensor, a wrong shape, or a tensor that the model lacks, and DamagedCheckpoint if the ranks' dtypes differ."""
+def as_transformers(
+    model: MegatronModel, parts: Parts, where: Path, files: Path, read_optimizer: Callable[[], OptimizerParts]
+) -> NamedTensors:
+    """Return transformers' tensors of `model` from `parts`, which were read in `where`, with the optimizer's moments.
+
+    The optimizer's float32 weights replace weights in 16 bits. `read_optimizer` raises Unmapped if the checkpoint has
+    no state that can be matched to the weights. Raises UserError for a missing tensor, a wrong shape, or a tensor that
+    the model lacks, and DamagedCheckpoint if the ranks' dtypes differ.
+    """
+    contents = Contents({}, progress=TrainedSoFar(step_of(where)), model_files=files, absent=[SCHEDULE])
+    tensors = _of_model(model, parts, where, files)
+    try:
+        optimizer = read_optimizer()
+        check_fits(optimizer, parts)
+    except Unmapped as reason:
+        contents.absent.insert(0, f"the optimizer's moments: {reason}")
+        return NamedTensors("megatron", tensors, {}, contents)
+    in_16_bits = {name: of for name, of in optimizer.masters.items() if parts[name][0].info.dtype != torch.float32}
+    refined = {name: list(map(_refined, parts[name], masters)) for name, masters in in_16_bits.items()}
+    tensors = _of_model(model, {**parts, **refined}, where, files)
+    moments: dict[str, ReadableTensor] = {}
+    for moment, found in optimizer.moments.items():
+        of_moment = _of_model(model, found, where, files)
+        moments |= {f"{name}.{moment}": tensor for name, tensor in of_moment.items()}
+    moments |= {f"{name}.step": _one_number(optimizer.step) for name in tensors}
+    contents.progress = replace(contents.progress, optimizer_steps=optimizer.step)
+    return NamedTensors("megatron", tensors, moments, contents)
+
+
+def _refined(weight: ReadableTensor, master: ReadableTensor) -> FunctionTensor:
+    """Return the elements of `master`, but the weight's element where the master's does not round to it.
+
+    In the format fully_reshardable, megatron-core 0.16 can write zeros for the last elements of the masters.
+    """
+
+    def read(start: int, stop: int) -> Tensor:
+        rounded, exact = weight.read(start, stop), master.read(start, stop)
+        return torch.where(exact.to(rounded.dtype) == rounded, exact, rounded.float())
+
+    return FunctionTensor(master.info, read)
+
+
+def _one_number(number: int) -> FunctionTensor:
+    info = TensorInfo((), torch.float32)
+    return FunctionTensor(info, lambda start, stop: torch.tensor([float(number)])[start:stop])
+
+
+def _of_model(model: MegatronModel, parts: Parts, where: Path, files: Path) -> dict[str, ReadableTensor]:
     tensors: dict[str, ReadableTensor] = {}
     known = {OUTPUT} if model.tied else set()
     for spec in model.specs():
@@ -66,8 +122,7 @@ def as_transformers(model: MegatronModel, parts: Parts, where: Path, files: Path
             f"{where} has {unknown[0]}, which transformers' {model.model_type} lacks (config.json in {files}). Set "
             "--hf_model_path to the trained model."
         )
-    contents = Contents({}, progress=TrainedSoFar(step_of(where)), model_files=files, absent=list(ABSENT))
-    return NamedTensors("megatron", tensors, contents=contents)
+    return tensors
 
 
 def _pieces(spec: TensorSpec, tensors: Sequence[ReadableTensor]) -> dict[str, list[Piece]]:
