@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf.convert.megatron.megatron_folder import write_megatron_folder
-from tests.support import megatron_ranks
+from tests.support import megatron_ranks, megatron_training
 from tests.support.megatron_ranks import CASES, SIZES, TIED, TOKENS
 from tests.support.peers import run_in_peers
 from tests.support.sources import opened, whole
@@ -92,3 +92,38 @@ def test_the_files_of_ranks_that_we_write_are_megatrons(made: Path) -> None:
         assert found.keys() == weights.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
     assert SIZES["vocab_size"] % 128 != 0
+
+
+@pytest.fixture(scope="module")
+def optimizers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All folders that `megatron_training` writes."""
+    root = tmp_path_factory.mktemp("optimizers")
+    config = AutoConfig.for_model("qwen2", **SIZES, tie_word_embeddings=TIED["qwen2"])
+    config.save_pretrained(root / "huggingface")
+    run_in_peers(Path(megatron_training.__file__), root)
+    return root
+
+
+TRAINED = ["x".join(map(str, split)) for split in megatron_training.SPLITS]
+
+
+@pytest.mark.parametrize("split", TRAINED)
+@pytest.mark.parametrize("kind", ["plain", "ranks", "fully_reshardable"])
+def test_moments_and_float32_weights_are_the_optimizers(optimizers: Path, split: str, kind: str) -> None:
+    """The state equals the tensors of Megatron's optimizer, which the test reads as weights."""
+    found = tensors_of(optimizers / split / kind, optimizers)
+    expected = tensors_of(optimizers / split / "masters", optimizers)
+    for moment in ("exp_avg", "exp_avg_sq"):
+        of_moment = tensors_of(optimizers / split / moment, optimizers)
+        expected |= {f"{name}.{moment}": tensor for name, tensor in of_moment.items()}
+    steps = {name for name in found if name.endswith(".step")}
+    assert found.keys() == expected.keys() | steps
+    assert {found[name].item() for name in steps} == {megatron_training.STEPS}
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("kind", ["dp_reshardable", "dp_zero_gather_scatter"])
+def test_buckets_are_left_out_with_the_formats_name(optimizers: Path, kind: str) -> None:
+    with opened(optimizers / TRAINED[0] / kind, model_files=optimizers / "huggingface") as source:
+        assert source.contents.moments == {}
+        assert f"in the format {kind}" in source.contents.absent[0]
