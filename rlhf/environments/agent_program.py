@@ -176,8 +176,9 @@ class _Output:
 
 
 def _row_text(row: dict[str, Any]) -> str:
-    """Return the row as JSON. Raise _FailedError if the text does not fit into a variable."""
-    text = json.dumps(_without_constants(row))
+    """Return the row as JSON, with texts for dates, decimals and bytes. Raise _FailedError if it is too long for a
+    variable."""
+    text = json.dumps(_without_constants(row), default=str)
     if len(text) > _LONGEST_ROW:
         raise _FailedError(
             f"the row has {len(text)} characters as JSON, and RLHF_ROW holds at most {_LONGEST_ROW}. Shorten or remove "

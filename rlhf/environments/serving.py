@@ -10,7 +10,8 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from socket import socket
 from typing import Any, Protocol
@@ -42,13 +43,13 @@ class Served:
         definitions: Sequence[Definition],
         *,
         alone: bool,
-        imported_files: Collection[str],
+        imported_files: frozenset[tuple[str, int, int, int]],
     ) -> None:
         """
         Args:
             makers: make an object of each class.
             alone: the process serves no other object, so the global generators may be seeded.
-            imported_files: names in the temporary folder after the import of the classes (`temporary_files`).
+            imported_files: `temporary_files` after the import of the classes.
         """
         self._makers, self._definitions, self._alone = makers, definitions, alone
         self._imported_files = imported_files
@@ -70,7 +71,7 @@ class Served:
     def _state(self) -> dict[str, Any] | None:
         # With `env.process=episode`, global generators and modules have state besides the object's attributes. The same
         # holds for an object that keeps a temporary file: its attribute is only the path, and a kill removes the file.
-        whole = not self._alone and temporary_files() <= set(self._imported_files)
+        whole = not self._alone and temporary_files() == self._imported_files
         return saved(self._environment, attributes=whole)
 
     def close(self) -> None:
@@ -108,9 +109,16 @@ class Served:
         return _number("get_reward", _finished(self._environment.get_reward())) if self._definition.rewards else 0.0
 
 
-def temporary_files() -> set[str]:
-    """Return the names in the folder of temporary files, which all environment processes of a rank share."""
-    return {entry.name for entry in os.scandir(tempfile.gettempdir())}
+def temporary_files() -> frozenset[tuple[str, int, int, int]]:
+    """Return path, size, time of the last change and number of each file below the folder of temporary files, which all
+    environment processes of a rank share."""
+    found = set()
+    for folder, _, names in os.walk(tempfile.gettempdir()):
+        for name in names:
+            with suppress(OSError):  # another environment may have removed the file
+                status = os.lstat(path := os.path.join(folder, name))  # noqa: PTH118
+                found.add((path, status.st_size, status.st_mtime_ns, status.st_ino))
+    return frozenset(found)
 
 
 def serve(channel: socket, served: Server) -> None:

@@ -127,14 +127,14 @@ def test_a_rewritten_history_begins_a_row(sampler):
     """Each row is what the engine saw, and each sampled token is in the loss once, where the policy sampled it."""
     seen: dict[tuple[int, int], list[tuple[list[int], list[int]]]] = {}
 
-    def generate(requests, *, version, step):
-        made = sampler.generate(requests, version=version, step=step)
+    def generate(requests, *, version, step, listener):
+        made = sampler.generate(requests, version=version, step=step, listener=listener)
         for request, sample in zip(requests, made, strict=True):
             new = sample.token_ids[request.start :].tolist()
             seen.setdefault((request.uid, request.sample), []).append((request.context, new))
         return made
 
-    observing = SimpleNamespace(generate=generate, tokenizer=sampler.tokenizer)
+    observing = SimpleNamespace(generate=generate, tokenizer=sampler.tokenizer, background=False)
     with agent("compact") as pool:
         groups = play(pool, observing)
     forked = 0

@@ -373,9 +373,10 @@ def test_large_attributes_are_no_state_and_a_large_state_dict_is_named():
 
 NOTES = """
 import os, tempfile, uuid
+FOLDER = PLACE
 class Notes:
     def reset(self, **row):
-        self.path = os.path.join(tempfile.gettempdir(), uuid.uuid4().hex)
+        self.path = os.path.join(FOLDER or tempfile.gettempdir(), uuid.uuid4().hex)
     def add(self, note: str) -> str:
         '''Add a note.
 
@@ -392,9 +393,10 @@ class Notes:
 """
 
 
-def test_an_environment_that_keeps_a_file_is_restored_by_its_calls(tmp_path):
+@pytest.mark.parametrize("place", ["None", "tempfile.mkdtemp()"])
+def test_an_environment_that_keeps_a_file_is_restored_by_its_calls(place, tmp_path):
     """Its attribute, the file's path, was restored without the file, and the resumed run had other rewards."""
-    (tmp_path / "notes.py").write_text(NOTES)
+    (tmp_path / "notes.py").write_text(NOTES.replace("PLACE", place))
     config = EnvConfig(classes=[f"{tmp_path / 'notes.py'}:Notes"])
     calls = [{"op": "reset", "row": {}}, {"op": "tool", "name": "think", "arguments": {}}]
     note = {"op": "tool", "name": "add", "arguments": {"note": "x"}}

@@ -357,6 +357,15 @@ def test_a_variable_has_its_value_or_stays_visible(lines: str, expected: dict[st
     assert read_settings(script) == expected
 
 
+def test_words_of_a_variable_under_a_condition_are_not_dropped(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f'ARGS="x=1"\nif true; then\n  ARGS="x=2 y=3"\nfi\n{VERL} $ARGS z=4\n')
+    with pytest.raises(UserError, match=r"sets \$ARGS under a condition .* Write its words into the command"):
+        read_settings(script)
+    script.write_text(f"torchrun $DISTRIBUTED {VERL.partition(' ')[2]} z=4\n")
+    assert read_settings(script)["z"] == 4
+
+
 def test_operators_in_quotes_and_placeholders_are_text(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(

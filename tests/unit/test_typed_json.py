@@ -7,6 +7,7 @@ from decimal import Decimal
 import pytest
 
 from rlhf import typed_json
+from rlhf.environments.agent_program import _row_text
 from rlhf.reward.scores import RewardItem
 from rlhf.reward.verifiers import exact_match
 
@@ -34,6 +35,11 @@ def test_a_value_arrives_with_its_type(value) -> None:
 def test_a_dict_of_the_row_that_looks_like_an_encoded_value_stays(kind) -> None:
     row = {"__type__": kind, "value": "no such value"}
     assert typed_json.loads(json.dumps(row)) == row
+
+
+def test_a_program_reads_typed_values_as_texts() -> None:
+    row = typed_json.loads(typed_json.dumps({"values": VALUES, "nan": float("nan")}))
+    assert json.loads(_row_text(row)) == {"values": [str(value) for value in VALUES], "nan": None}
 
 
 @pytest.mark.parametrize(("answer", "response"), [(42.0, "42"), (42.0, "42.0"), (0.5, "0.5"), ([1.0, 2.0], "2")])

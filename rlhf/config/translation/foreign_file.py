@@ -142,6 +142,10 @@ def _of_commands(path: Path, commands: Sequence[Sequence[str]]) -> dict[str, Any
         raise UserError(
             f"{path}: {arrays[0]} is a shell array, which translate does not expand. Write its words into the command."
         )
+    if unknown := [word for command, _ in found for word in command if re.fullmatch(r"\$[A-Za-z_]\w*", word)]:
+        raise UserError(
+            f"{path}: the script sets {unknown[0]} under a condition or in a loop. Write its words into the command."
+        )
     return found[0][1] if found else of_arguments([word for command in commands for word in (*command, "--")])
 
 

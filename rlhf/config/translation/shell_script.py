@@ -4,7 +4,7 @@ import ast
 import operator
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from rlhf.errors import UserError
@@ -48,7 +48,8 @@ def commands_of(script: str) -> list[list[str]]:
     Variables that the script sets, their defaults (`${N:-8}`) and arithmetic with integers (`$((2 * N))`) are replaced
     by their values.
     Other variables become interpolations of the environment: `$HOME/data` is `${oc.env:HOME}/data`. So do variables
-    that the script sets only under a condition or in a loop, because their values are not known.
+    that the script sets only under a condition or in a loop, because their values are not known; a word that is only
+    such a variable is returned as `$NAME`.
     """
     values: dict[str, str] = {}
     unknown: set[str] = set()
@@ -74,8 +75,15 @@ def commands_of(script: str) -> list[list[str]]:
             before = values.get(name, "") if appends else ""
             values[name] = before + " ".join(_split(_replaced(text, values)))
         elif words := [word for word in found if word not in ("$@", "${@}", "$*", "\\")]:
-            commands.append([re.sub("\0(.*?)\1", r"${oc.env:\1}", word) for word in words])
+            commands.append([_visible(word, unknown) for word in words])
     return commands
+
+
+def _visible(word: str, unknown: Collection[str]) -> str:
+    """Return the word with interpolations of the environment. A word that is only an `unknown` variable is returned as
+    `$NAME`, because it may be several words."""
+    whole = re.fullmatch("\0(.*?)\1", word)
+    return f"${whole[1]}" if whole and whole[1] in unknown else re.sub("\0(.*?)\1", r"${oc.env:\1}", word)
 
 
 def _marked(token: re.Match[str]) -> str:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.convert.dcp.dcp_files import LARGEST, METADATA, DcpFolder
+from rlhf.convert.megatron.dist_optimizer import read_optimizer
 from rlhf.convert.megatron.megatron_names import as_transformers, find_model, has_value_head
 from rlhf.convert.megatron.megatron_paths import find_folder
-from rlhf.convert.megatron.torch_dist_optimizer import read_optimizer
 from rlhf.convert.megatron.torch_dist_tensors import by_layer, stored_tensor
 from rlhf.errors import UserError
 from rlhf.models.hf.named_tensors import NamedTensors

@@ -54,6 +54,7 @@ class OpenEnv:
 
     async def reset(self, **row: Any) -> str:
         arguments = {name: value for name, value in row.items() if name not in ("prompt", "data_source")}
+        arguments = json.loads(json.dumps(arguments, default=str))  # the session sends JSON, which lacks dates
         try:
             begun = await self._client.reset(**arguments)
         except RuntimeError as error:
