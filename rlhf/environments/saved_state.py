@@ -36,7 +36,7 @@ def saved(environment: Any, *, attributes: bool = True) -> dict[str, Any] | None
         if len(text) > MOST_BYTES:
             raise TypeError(
                 f"state_dict returned {len(text)} bytes of JSON, at most {MOST_BYTES} are allowed: it is called after "
-                "each call. Return only what changes in an episode, and load tables in __init__ or reset."
+                "each call. Return only what changes in an episode, and load tables in __init__."
             )
         return {"own": state}
     kinds = [kind for kind in type(environment).__mro__ if kind is not object]

@@ -202,12 +202,19 @@ class Episode:
 
     def fail(self, why: str) -> None:
         """Begin again after a failure of the environment, or fail if no retries are left."""
-        self.failures.append(why)
+        limit = self._limit() if self.calls and self.calls[0]["op"] == "reward" else ""
+        self.failures.append(f"{why} (the episode had ended at {limit})" if limit else why)
         self.attempt += 1
         if self.attempt > self.limits.retries:
             self.phase, self.calls = Stage.FAILED, []
         else:
             self._begin()
+
+    def _limit(self) -> str:
+        """Return the setting that has ended the episode, empty if none has."""
+        if self.lacks_row:
+            return f"env.max_rows={self.limits.rows}"
+        return f"env.max_turns={self.limits.turns}" if self.turn >= self.limits.turns else ""
 
     def _answer(self, turn: Turn, before: int, sampled: int) -> Call:
         """Return the call that answers the request of an agent. The text of invalid tool calls is kept."""

@@ -167,8 +167,8 @@ class Generation:
         everyone = [episode for group in played for episode in group]
         if self.greedy_baseline:
             fail_without_baseline(played, n)
-        check_failures(everyone, config.max_failed, self.coordinator)
         self._warn_of_rows(everyone, config.max_rows)
+        check_failures(everyone, config.max_failed, self.coordinator)
         count(stats, everyone)
         functions = self._episode_results(drawn, played, stats)
         groups = []

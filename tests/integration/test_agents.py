@@ -190,6 +190,13 @@ def test_the_rows_of_an_episode_are_limited(sampler):
             assert ended == [(Stage.DONE, 3, 3, True, "length")] * 3
 
 
+def test_a_program_that_the_limit_of_rows_ended_before_its_reward_is_told_so(sampler):
+    with agent("compacts", max_rows=3) as pool:
+        (failure,) = failures(play(pool, sampler, must_reward=True))
+        assert "wrote no reward" in failure
+        assert "env.max_rows=3" in failure
+
+
 def test_a_long_rewritten_history_is_in_part_an_observation(sampler):
     with agent("long") as pool:
         for group in play(pool, sampler):
