@@ -3,7 +3,6 @@
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from typing import Any
@@ -18,11 +17,12 @@ _KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "bytes": (bytes, lambda value: b64encode(value).decode(), b64decode),
 }
 """Maps a name to a type, its encoder and its decoder. A datetime is a date, too, so it comes first."""
+_DICT = "dict"
 
 
 def dumps(value: Any) -> str:
     """Return `value` as one line of JSON. Values of other types are sent as their text."""
-    return json.dumps(value, default=_encoded)
+    return json.dumps(plain(value))
 
 
 def loads(text: str | bytes) -> Any:
@@ -30,7 +30,18 @@ def loads(text: str | bytes) -> Any:
     return json.loads(text, object_hook=_decoded)
 
 
-def _encoded(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return `value` as values that JSON has, from which `loads` makes the value again."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict):
+        found = {key: plain(each) for key, each in value.items()}
+        # A dict that looks like an encoded value is sent as pairs.
+        return {_TYPE: _DICT, _VALUE: [[key, each] for key, each in found.items()]} if _TYPE in found else found
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, date) and value != value:  # pandas.NaT
+        return None
     for name, (kind, encode, _) in _KINDS.items():
         if isinstance(value, kind):
             return {_TYPE: name, _VALUE: encode(value)}
@@ -38,7 +49,6 @@ def _encoded(value: Any) -> Any:
 
 
 def _decoded(found: dict[str, Any]) -> Any:
-    if found.keys() == {_TYPE, _VALUE} and isinstance(name := found[_TYPE], str) and name in _KINDS:
-        with suppress(ValueError, TypeError, ArithmeticError):  # a dict of the row itself may have these keys
-            return _KINDS[name][2](found[_VALUE])
-    return found
+    if _TYPE not in found:
+        return found
+    return dict(found[_VALUE]) if found[_TYPE] == _DICT else _KINDS[found[_TYPE]][2](found[_VALUE])

@@ -27,6 +27,7 @@ from rlhf.backends.base import TrainingBackend
 from rlhf.checkpoint.checkpointer import Checkpointer
 from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.commit.user_files import user_files
+from rlhf.checkpoint.load.locations import published
 from rlhf.checkpoint.start.run_dir import planned_steps
 from rlhf.checkpoint.state.driver_state import DriverState
 from rlhf.checkpoint.state.run_file import STARTED_ON, read_run_file
@@ -150,9 +151,7 @@ def _inputs(setup: Setup, scratch: Path) -> RunInputs:
     steps_per_epoch = len(train_set) / data.train_batch_size
     steps = planned_steps(trainer, steps_per_epoch)
     if trainer.total_training_steps is None:
-        why = f"trainer.total_epochs={trainer.total_epochs} with {len(train_set)} prompts"
-        if problems := list(warmup_problems(config, steps, why)):
-            raise UserError("\n".join(problems))
+        _check_warmups(config, steps, len(train_set), coordinator)
     driver = DriverState(
         run["run_id"],
         steps,
@@ -161,6 +160,19 @@ def _inputs(setup: Setup, scratch: Path) -> RunInputs:
         started_on=day.isoformat(),
     )
     return RunInputs(models, train_set, val_set, stream, driver, day)
+
+
+def _check_warmups(config: Config, steps: int, prompts: int, coordinator: Coordinator) -> None:
+    """Raise UserError for a warm-up that is not shorter than a new run of `trainer.total_epochs`. Collective.
+
+    A resume only logs a warning: it could not change the settings.
+    """
+    why = f"trainer.total_epochs={config.trainer.total_epochs} with {prompts} prompts"
+    problems = "\n".join(warmup_problems(config, steps, why))
+    if problems and not published(config.run_dir, coordinator):
+        raise UserError(problems)
+    if problems and coordinator.is_leader:
+        log.warning("%s", problems)
 
 
 def _follow_events(driver: DriverState, status: StatusWriter, phases: Phases) -> None:

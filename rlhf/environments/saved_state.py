@@ -9,6 +9,8 @@ import json
 import random
 from typing import Any
 
+from rlhf import typed_json
+
 TUPLE, RANDOM = "__tuple__", "__random__"
 MOST_BYTES = 1 << 20
 """Largest size of saved attributes, because each reply carries them, and of a `state_dict`'s result."""
@@ -30,15 +32,18 @@ def saved(environment: Any, *, attributes: bool = True) -> dict[str, Any] | None
     """
     if callable(getattr(environment, "state_dict", None)):
         state = environment.state_dict()
-        text = json.dumps(state)
-        if json.loads(text) != state:
-            raise TypeError("state_dict must return values that JSON keeps: no NaN, no tuples, and keys of type str")
+        text = typed_json.dumps(state)
+        if typed_json.loads(text) != state:
+            raise TypeError(
+                "state_dict must return texts, numbers, lists and dicts, which JSON keeps: no NaN, no tuples, no other "
+                "objects, and keys of type str"
+            )
         if len(text) > MOST_BYTES:
             raise TypeError(
                 f"state_dict returned {len(text)} bytes of JSON, at most {MOST_BYTES} are allowed: it is called after "
                 "each call. Return only what changes in an episode, and load tables in __init__."
             )
-        return {"own": state}
+        return {"own": typed_json.plain(state)}
     kinds = [kind for kind in type(environment).__mro__ if kind is not object]
     if not attributes or any("__slots__" in vars(kind) or not kind.__flags__ & _HEAP_TYPE for kind in kinds):
         return None
@@ -51,7 +56,7 @@ def saved(environment: Any, *, attributes: bool = True) -> dict[str, Any] | None
 def restore(environment: Any, state: dict[str, Any]) -> None:
     """Give a new object the state that `saved` returned."""
     if "own" in state:
-        environment.load_state_dict(state["own"])
+        environment.load_state_dict(typed_json.loads(json.dumps(state["own"])))
     else:
         vars(environment).clear()
         vars(environment).update(_decoded(state["attributes"]))

@@ -7,6 +7,7 @@ if __name__ == "__main__":
 
 import argparse
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from rlhf.evaluate.targets import find_target
 from rlhf.launch.stop_request import signals_received
 from rlhf.printable import printable_lines
 
+log = logging.getLogger(__name__)
 FLAGS = ("--json", FLAG, "--help", "-h")
 WITH_VALUE = ("--config-dir",)
 TARGET_KEYS = ("model.path", "target", "targets", "trainer.resume_from_path")
@@ -67,6 +69,7 @@ def _run(words: Sequence[str]) -> int:
             check_same(each, before, files_of(each))
             earlier = store_result(each, before)
             if signals_received() and number < len(planned):  # an evaluation that is almost done ends normally
+                log.warning("A stop signal came. The same command continues with %s.", planned[number].target.name)
                 return EXIT_REQUEUE
         results.append(earlier)
     if _leads():

@@ -16,7 +16,7 @@ from rlhf.errors import UserError
 from rlhf.models.fingerprint import fingerprint, fingerprint_file
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.hf_layout import ADAPTER_CONFIG, MODEL_CONFIG
-from rlhf.storage.layout import CONFIG, HF_FOLDER, MANIFEST, POINTER, scan, step_of
+from rlhf.storage.layout import CONFIG, HF_FOLDER, MANIFEST, POINTER, RUN_FILE, scan, step_of
 from rlhf.storage.reading import CheckedFiles
 
 UNUSED = ("tracking", "checkpoint", "guards")
@@ -93,7 +93,7 @@ def find_target(name: str) -> EvaluationTarget:
             f"{name} is a LoRA adapter without its base model. Name the base model as target, and add "
             f"model.lora.enabled=true model.lora.path={name}."
         )
-    if (path / POINTER).is_file():
+    if (path / POINTER).is_file() or (path / RUN_FILE).is_file():
         raise UserError(f"{name} has no checkpoint (global_step_N). Name a run that has saved one.")
     if lines := list(model_folder_problems("target", name, True)):
         line = lines[0].removeprefix("target=")

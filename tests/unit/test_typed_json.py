@@ -4,10 +4,12 @@ import json
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 
+import pandas
 import pytest
 
 from rlhf import typed_json
 from rlhf.environments.agent_program import _row_text
+from rlhf.environments.saved_state import restore, saved
 from rlhf.reward.scores import RewardItem
 from rlhf.reward.verifiers import exact_match
 
@@ -33,8 +35,33 @@ def test_a_value_arrives_with_its_type(value) -> None:
 
 @pytest.mark.parametrize("kind", ["bytes", "datetime", "decimal", "timedelta", "other", 3])
 def test_a_dict_of_the_row_that_looks_like_an_encoded_value_stays(kind) -> None:
-    row = {"__type__": kind, "value": "no such value"}
-    assert typed_json.loads(json.dumps(row)) == row
+    """A saved state with such a dict was restored as a decimal: the resumed run had other rewards."""
+    row = {"__type__": kind, "value": "1.50"}
+    nested = {"value": [row, {"more": row | {"third": [row]}}], "numbers": {1: 2}}
+    assert typed_json.loads(typed_json.dumps(nested)) == nested | {"numbers": {"1": 2}}
+
+
+def test_no_time_of_pandas_is_none() -> None:
+    assert typed_json.loads(typed_json.dumps([pandas.NaT, pandas.Timestamp("2020-01-02")])) == [
+        None,
+        datetime(2020, 1, 2),
+    ]
+
+
+def test_a_state_may_have_the_values_of_its_row() -> None:
+    class Owner:
+        def __init__(self, row: object) -> None:
+            self.row = row
+
+        def state_dict(self) -> object:
+            return self.row
+
+        def load_state_dict(self, state: object) -> None:
+            self.row = state
+
+    one, other = Owner({"day": VALUES, "odd": {"__type__": "decimal", "value": "1"}}), Owner(None)
+    restore(other, json.loads(json.dumps(saved(one))))
+    assert other.row == one.row
 
 
 def test_a_program_reads_typed_values_as_texts() -> None:

@@ -142,11 +142,25 @@ def _of_commands(path: Path, commands: Sequence[Sequence[str]]) -> dict[str, Any
         raise UserError(
             f"{path}: {arrays[0]} is a shell array, which translate does not expand. Write its words into the command."
         )
-    if unknown := [word for command, _ in found for word in command if re.fullmatch(r"\$[A-Za-z_]\w*", word)]:
-        raise UserError(
-            f"{path}: the script sets {unknown[0]} under a condition or in a loop. Write its words into the command."
-        )
+    for command, _ in found:
+        if (word := _not_known(command)) is not None:
+            raise UserError(
+                f"{path}: the value of {word} is not known without running the script. Write what it stands for into "
+                "the command."
+            )
     return found[0][1] if found else of_arguments([word for command in commands for word in (*command, "--")])
+
+
+def _not_known(command: Sequence[str]) -> str | None:
+    """Return a word after the launcher's whose value, or whose number of words, only the shell knows; None without."""
+    _, *words = itertools.dropwhile(lambda word: word != "-m" and not word.endswith(".py") and word != "grpo", command)
+    for before, word in zip(["", *words], words, strict=False):
+        if re.search(r"\$[A-Za-z_]|\$\{(?!oc\.env:)", word):
+            return word
+        whole = re.fullmatch(r"\$\{oc\.env:(\w+)\}|(?:\$\(|`).*", word, re.DOTALL)
+        if whole and not (before.startswith("--") and "=" not in before):
+            return f"${whole[1]}" if whole[1] else word
+    return None
 
 
 def _beginning(command: Sequence[str]) -> str:

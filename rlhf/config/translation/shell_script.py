@@ -4,7 +4,7 @@ import ast
 import operator
 import re
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rlhf.errors import UserError
@@ -18,9 +18,12 @@ _OPERATORS = {
     ast.Mod: operator.mod,
 }
 _LONGEST = 100_000
-_ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_BRANCHES = re.compile(r"^(?:(?:then|do|else)(?:\s+|$))+")
-_OPENS, _CLOSES = ("if", "for", "while", "until", "case", "select"), ("fi", "done", "esac")
+_DECLARES = r"(?:(?:export|readonly|declare|local|typeset)(?:\s+-\w+)*\s+)?"
+_ASSIGNMENT = re.compile(rf"{_DECLARES}([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_BRANCH = re.compile(r"(then|do|else|elif|\{|[\w-]+\s*\(\)\s*\{?)(?:\s+|$)")
+_PATTERN = re.compile(r"\(?[^()$=\s]+(?:\s*\|\s*[^()$=\s]+)*\)\s*")
+_OPENS, _CLOSES = ("if", "for", "while", "until", "case", "select"), ("fi", "done", "esac", "}")
+_SETTERS = ("read", "let", "mapfile", "readarray", "unset", "getopts", "printf")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?[-=]([^{}]*))?\}|\$([A-Za-z_]\w*)")
 _SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 
@@ -47,51 +50,97 @@ def commands_of(script: str) -> list[list[str]]:
     Assignments are not commands.
     Variables that the script sets, their defaults (`${N:-8}`) and arithmetic with integers (`$((2 * N))`) are replaced
     by their values.
-    Other variables become interpolations of the environment: `$HOME/data` is `${oc.env:HOME}/data`. So do variables
-    that the script sets only under a condition or in a loop, because their values are not known; a word that is only
-    such a variable is returned as `$NAME`.
+    Other variables become interpolations of the environment: `$HOME/data` is `${oc.env:HOME}/data`. A variable whose
+    value is not known without running the script, such as one set under a condition, stays: `$NAME`.
     """
-    values: dict[str, str] = {}
-    unknown: set[str] = set()
-    commands: list[list[str]] = []
-    depth, always = 0, True
+    reader = _Reader()
     for line in _TOKEN.sub(_marked, script).split("\0"):
-        conditional = line.startswith("\2") and not always  # an assignment before `&&` always succeeds
-        line = _BRANCHES.sub("", line.lstrip("\2").strip(), count=1)
-        first = line.partition(" ")[0]
-        depth += (first in _OPENS) - (first in _CLOSES)
+        reader.read(line)
+    return reader.commands
+
+
+class _Reader:
+    """Reads a script line by line. A value that a block sets is known until the block, or its branch, ends."""
+
+    def __init__(self) -> None:
+        self.commands: list[list[str]] = []
+        self._values: dict[str, str] = {}
+        self._unknown: set[str] = set()
+        self._depth = 0  # number of open blocks
+        self._depth_of: dict[str, int] = {}  # by variable that a block has set
+        self._always = True  # whether the last line always succeeds
+
+    def read(self, line: str) -> None:
+        """Read a line with the marks of `_marked`."""
+        conditional = line.startswith("\3") or (line.startswith("\2") and not self._always)
+        line = self._without_branches(line.lstrip("\2\3").strip())
+        first = next(iter(line.split()), "")
+        if first in _CLOSES:
+            self._forget(self._depth)
+            self._depth -= 1
+        self._depth += first in _OPENS
         if loop := re.match(r"(?:for|select)\s+(\w+)", line):
-            values.pop(loop[1], None)
+            self._lose({loop[1]})
         assigned = _ASSIGNMENT.fullmatch(line)
-        found = _split(_replaced(line, values))
-        always = bool(assigned and len(found) <= 1 + line.startswith("export"))
-        if assigned and always:
-            name, appends, text = assigned.groups()
-            if conditional or depth > 0 or (appends and name in unknown):
-                values.pop(name, None)
-                unknown.add(name)
-                continue
-            unknown.discard(name)
-            before = values.get(name, "") if appends else ""
-            values[name] = before + " ".join(_split(_replaced(text, values)))
-        elif words := [word for word in found if word not in ("$@", "${@}", "$*", "\\")]:
-            commands.append([_visible(word, unknown) for word in words])
-    return commands
+        words = _split(self._replaced(line[assigned.start(1) :] if assigned else line))
+        self._always = bool(assigned) and all(re.match(r"[A-Za-z_]\w*\+?=", word) for word in words)
+        if assigned and len(words) <= 1:
+            self._assign(*assigned.groups(), conditional=conditional)
+        elif self._always and not conditional:
+            for word in words:
+                name, _, value = word.partition("=")
+                self._assign(name.removesuffix("+"), "+" * name.endswith("+"), shlex.quote(value), conditional=False)
+        else:
+            if words := [word for word in words if word not in ("$@", "${@}", "$*", "\\")]:
+                self.commands.append([re.sub("\0(.*?)\1", r"${oc.env:\1}", word) for word in words])
+            sets = r"[A-Za-z_]\w*" if first in _SETTERS or "((" in line else r"(?:^|(?<=[\s({;]))[A-Za-z_]\w*(?=\+?=)"
+            self._lose(re.findall(sets, line))
 
+    def _without_branches(self, line: str) -> str:
+        """Return the line without keywords, braces and patterns that begin a branch or a block."""
+        while True:
+            if found := _BRANCH.match(line):
+                if found[1] in ("else", "elif"):
+                    self._forget(self._depth)
+                self._depth += found[1].endswith("{")
+            elif self._depth and (found := _PATTERN.match(line)):
+                self._forget(self._depth)
+            else:
+                return line
+            line = line[found.end() :]
 
-def _visible(word: str, unknown: Collection[str]) -> str:
-    """Return the word with interpolations of the environment. A word that is only an `unknown` variable is returned as
-    `$NAME`, because it may be several words."""
-    whole = re.fullmatch("\0(.*?)\1", word)
-    return f"${whole[1]}" if whole and whole[1] in unknown else re.sub("\0(.*?)\1", r"${oc.env:\1}", word)
+    def _assign(self, name: str, appends: str, text: str, *, conditional: bool) -> None:
+        if conditional or (appends and name in self._unknown):
+            self._lose({name})
+            return
+        before = self._values.get(name, "") if appends else ""
+        self._values[name] = before + " ".join(_split(self._replaced(text)))
+        self._unknown.discard(name)
+        if self._depth > 0:
+            self._depth_of[name] = self._depth
+        else:
+            self._depth_of.pop(name, None)
+
+    def _forget(self, depth: int) -> None:
+        """Lose the values of variables that were set in blocks from this depth on."""
+        self._lose([name for name, of_name in self._depth_of.items() if of_name >= depth])
+
+    def _lose(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._values.pop(name, None)
+            self._depth_of.pop(name, None)
+            self._unknown.add(name)
+
+    def _replaced(self, text: str) -> str:
+        return _replaced(text, self._values | {name: f"${name}" for name in self._unknown})
 
 
 def _marked(token: re.Match[str]) -> str:
-    """Return the replacement of `token`: NUL ends a command, a space replaces a comment or redirection. After `&&` and
-    `||`, a second mark follows."""
+    """Return the replacement of `token`: NUL ends a command, a space replaces a comment or redirection. A second mark
+    follows after `&&` (\\2) and `||` (\\3)."""
     if token["kept"]:
         return _CONTINUED.sub(" ", token["kept"])
-    return ("\0\2" if token["end"] in ("&&", "||") else "\0") if token["end"] else " "
+    return "\0" + {"&&": "\2", "||": "\3"}.get(token["end"], "") if token["end"] else " "
 
 
 def _split(text: str) -> list[str]:
