@@ -51,7 +51,7 @@ def look(verb: str, path: Path | str, capsys: pytest.CaptureFixture[str], *optio
     """Return exit code and output of a verb, and check that the output is printable or, with --json, JSON."""
     code, output = _looked(verb, str(path), capsys, *options)
     again, document = _looked(verb, str(path), capsys, *options, "--json")
-    assert again == code
+    assert again == code, f"{code}:\n{output}\n\n{again} with --json:\n{document}"
     if code != 2:
         assert json.loads(document).keys() <= {"runs", "checkpoints", "unreadable", "removed"}
     return code, output

@@ -99,6 +99,7 @@ def test_the_servers_end_with_a_killed_keeper_and_another_one_follows(supervised
     process = supervised._process
     assert process is not None
     process.kill()
+    process.wait()  # the servers may be gone before the keeper is
     until_gone(pid)
     with pytest.raises(OSError, match="keeps the rollout servers"):
         keeper_of_this_run().poll("a")
