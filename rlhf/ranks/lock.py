@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import socket
+import stat
 import time
 import uuid
 from collections.abc import Iterator
@@ -33,10 +34,12 @@ def _lock(path: Path, operation: int, setting: str = "trainer.default_local_dir"
     """Return a locked file descriptor, which is closed on exec; None if another process has the lock.
 
     A given `fd` has the other kind of lock (exclusive or shared), which this call converts. A failed conversion loses
-    that lock and closes `fd`.
+    that lock and closes `fd`. Raise OSError for a path that is not a regular file, such as a pipe.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644) if fd is None else fd
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file", str(path))
         fcntl.flock(fd, operation)
     except OSError as error:
         os.close(fd)

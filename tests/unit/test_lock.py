@@ -56,7 +56,7 @@ def test_a_lock_that_is_a_pipe_is_rejected_and_not_read(tmp_path):
     held = os.open(tmp_path / "run.lock", os.O_RDWR)
     fcntl.flock(held, fcntl.LOCK_EX)
     try:
-        with pytest.raises(UserError, match="just started"), run_lock(tmp_path):
+        with pytest.raises(OSError, match="is not a regular file"), run_lock(tmp_path):
             pass
     finally:
         os.close(held)
