@@ -75,7 +75,7 @@ def test_ranks_killed_in_a_generation_go_on_with_the_servers_that_live(folder: F
     assert (folder.path / "hit").exists()
     assert end.output.count("Restart 1 of") == 1
     assert end.output.count("still runs and is used again") == 2
-    assert "still have the weights" in end.output
+    assert end.output.count("still have the weights") in (1, 2)  # both servers at once, or one after the other
     assert len(folder.pids("killed")) == 2
     pushes = []
     for log in folder.logs("killed"):

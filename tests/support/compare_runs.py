@@ -7,8 +7,10 @@ from rlhf.storage.layout import CONFIG, DRIVER_STATE, SAMPLES, scan
 from rlhf.tracking.history import MACHINE_METRICS
 from tests.support.verified import verify
 
-# Fields of a run that are not part of its trajectory. The history is compared separately, without clock metrics.
 ENV_FAILURES = "perf/env_failures"
+OF_LOG_PROBS = ("rollout/logprob_diff", "rollout/kl", "rollout/is_")
+"""Prefixes of the metrics that follow from the rollout's log-probs without a threshold."""
+# Fields of a run that are not part of its trajectory. The history is compared separately, without clock metrics.
 OF_THE_RUN = ("run_id", "started_on", "wall_seconds", "history")
 
 
@@ -24,15 +26,15 @@ def history(run_dir: Path) -> list[dict]:
     rollout's log-probs may differ by rounding: leave them out.
     """
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    left_out = [(*MACHINE_METRICS, "rollout/") if each.get(ENV_FAILURES) else MACHINE_METRICS for each in records]
+    left_out = [(*MACHINE_METRICS, *OF_LOG_PROBS) if each.get(ENV_FAILURES) else MACHINE_METRICS for each in records]
     return [
         {key: value for key, value in record.items() if not key.startswith(prefixes)}
         for record, prefixes in zip(records, left_out, strict=True)
     ]
 
 
-def _lacks_rollout(record: dict) -> bool:
-    return not any(key.startswith("rollout/") for key in record)
+def _lacks_log_probs(record: dict) -> bool:
+    return not any(key.startswith(OF_LOG_PROBS) for key in record)
 
 
 def differences(left: Path, right: Path, *, samples: bool = True) -> list[str]:
@@ -54,7 +56,7 @@ def differences(left: Path, right: Path, *, samples: bool = True) -> list[str]:
     if [r["step"] for r in history_a] != [r["step"] for r in history_b]:
         found.append(f"steps of the histories: {[r['step'] for r in history_a]} and {[r['step'] for r in history_b]}")
     for record_a, record_b in zip(history_a, history_b, strict=False):
-        left_out = ("rollout/",) if _lacks_rollout(record_a) != _lacks_rollout(record_b) else ()
+        left_out = OF_LOG_PROBS if _lacks_log_probs(record_a) != _lacks_log_probs(record_b) else ()
         either = [key for key in record_a.keys() | record_b.keys() if not key.startswith(left_out)]
         keys = sorted(key for key in either if record_a.get(key) != record_b.get(key))
         if keys:
