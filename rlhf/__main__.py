@@ -19,7 +19,7 @@ COMMANDS = {
 
 
 def main() -> int:
-    """Print the commands. Return 2 for arguments, as commands do for a mistake."""
+    """Print the commands. Return 0, or 2 (the exit code of a mistake) for any argument but --help."""
     width = max(map(len, COMMANDS))
     lines = [f"python -m {name:{width}}  {what}" for name, what in COMMANDS.items()]
     sys.stdout.write("\n".join([*lines, "", "--help after a command shows its arguments.", ""]))

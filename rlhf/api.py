@@ -129,7 +129,7 @@ def is_rank() -> bool:
 
 
 def start(config: Config, recipes: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
-    """Supervise the run, give it to Ray, or run one rank of another launcher. Return an exit code of `rlhf.errors`.
+    """Supervise the run, start it on Ray, or run one rank under another launcher. Return an exit code of `rlhf.errors`.
 
     The supervisor calls `callbacks` after the functions of `trainer.callbacks`.
 
@@ -195,7 +195,7 @@ def evaluate_policy(config: Config, title: str) -> int:
 def check_inputs(config: Config, *, trains: bool = True) -> None:
     """Raise UserError for mistakes whose checks need slow imports. Call this after all quick checks.
 
-    With `trains=False`, check whether an engine's GPUs can split the policy, instead of the memory plan.
+    With `trains=False`, do not check the memory plan, only whether vLLM can split the policy over an engine's GPUs.
     """
     from rlhf.models.config_check import check_flash_attention
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 @dataclass(kw_only=True)
 class Batch:
-    """N rows of one rank: the fields that every stage has. A row is a sample, or a row of a forked sample
-    (`Sample.forks`).
+    """N rows of one rank: the fields that every stage has. A row is a sample, or a part of a sample with
+    `Sample.forks`.
 
     Sequences are prompt + response, padded on the right to L tokens. R is the length of the longest response. Column 0
     of a tensor of shape [N, R] is the first token of the response.
@@ -32,7 +32,7 @@ class Batch:
     uids: Tensor
     """[N] int64: position of each row's prompt in the stream. `uids` and `numbers` together identify a row."""
     numbers: Tensor
-    """[N] int64: number of each row among the rows of its prompt; the first rows have the numbers of their samples."""
+    """[N] int64: number of each row among the rows of its prompt; a sample's first row has the sample's number."""
     staleness: Tensor | None = None
     """[N, R] int32: steps from the policy that drew each token to the policy before this update, 0 on padding; None if
     all are 0 on all ranks. The tokens of one response may differ (partial rollouts)."""
@@ -51,10 +51,10 @@ class Batch:
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """[3, N] int64, per sample: tokens of the prompt, of the response, and in `response_mask`.
+        """[3, N] int64, per row: tokens of the prompt, of the response, and in `response_mask`.
 
-        The host needs the sizes to choose shapes. A batch waits for the device once, to copy the sizes; micro-batches
-        never wait. Nothing may change the lengths or the mask of a batch; `replace` makes another batch.
+        The host needs the sizes to choose shapes. It waits for the device once per batch, to copy the sizes, and never
+        for a micro-batch. Nothing may change the lengths or the mask of a batch; `replace` makes another batch.
         """
         return torch.stack([self.prompt_lengths, self.response_lengths, self.response_mask.sum(dim=1)]).cpu().numpy()
 

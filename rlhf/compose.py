@@ -227,7 +227,7 @@ def _alternatives(text: str) -> list[str]:
 
 
 def _quote_home_paths(text: str) -> str:
-    """Quote paths that begin with `~` for Hydra's grammar. No shell expands `~` after a `=`."""
+    """Quote paths that begin with `~` for Hydra's grammar. Shells do not expand the `~` of `model.path=~/DIR`."""
     if text.startswith("~") or '"' in text or "'" in text:
         return text
     return re.sub(r"(?<=[=\[,:])(~(?:/[^,\]}\s]*)?)(?=[,\]}]|$)", r'"\1"', text)
@@ -288,7 +288,7 @@ def _recipe_elsewhere(name: str, library: Library) -> str:
 
 
 def _own_recipe(name: str, library: Library) -> str:
-    """Return the hint for an unknown recipe: where the user's own recipes are searched."""
+    """Return the hint for an unknown recipe: where the trainer searches for the user's own recipes."""
     if not library.folders[1:]:
         return f" For your own recipe DIR/recipes/{name}.yaml, add --config-dir DIR."
     return f" {library.folders[-1]} (--config-dir) has no recipes/{name}.yaml."

@@ -26,7 +26,7 @@ def announce(event: str) -> None:
 
 
 def report(phase: str, done: int = 0, total: int = 0) -> None:
-    """Call every follower with a phase, in words for users, and its progress: `done` of `total`; 0 means no count."""
+    """Call every follower with a phase, in words for users, and its progress, `done` of `total` (0: no count)."""
     for follower in _followers:
         follower(phase, done, total)
 

@@ -48,7 +48,7 @@ def run_lifecycle(
     *,
     reports: bool = True,
 ) -> int:
-    """Open the run directory, train unless the run is finished, and finish it. Return the exit code. Collective.
+    """Open the run directory, train unless the run is finished, and finish the run. Return the exit code. Collective.
 
     Args:
         train: trains and returns an exit code of `rlhf.errors`. Only EXIT_DONE means that the run is finished.
@@ -180,7 +180,7 @@ def _is_finished_anyway(config: Config, coordinator: Coordinator, problem: OSErr
 
 
 def _finish(config: Config, output: RunOutput, finished: int | None) -> list[int]:
-    """Write the report, and return the steps that `checkpoint.remote` lacks. On a full or read-only disk, only log.
+    """Write the report, and return the steps that `checkpoint.remote` lacks. On a full or read-only disk, only log it.
 
     `finished` is the last step if an earlier launch finished the run, otherwise None. After such a launch, first make
     the copies and exports that it left out.

@@ -44,8 +44,8 @@ def write_error(message: str) -> None:
 def text_table(rows: Sequence[Sequence[str]]) -> str:
     """Return rows with aligned columns, in lines of at most WIDTH characters. The first row has the headings.
 
-    The first column wraps between words; a word that is too long is shortened in the middle. If the columns do not fit,
-    the other columns follow below, next to a repeated first column.
+    The first column wraps between words; a word that is too long is shortened in the middle. Columns that do
+    not fit follow below, next to a repeated first column.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     left_over = WIDTH - sum(width + 2 for width in widths[1:])

@@ -73,7 +73,7 @@ class _Callable(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Callable
-# For `help(rlhf.train)` and a notebook's `rlhf.train?`, which would describe the command and its modules.
+# For `help(rlhf.train)` and a notebook's `rlhf.train?`, which would otherwise describe this module.
 __all__ = ["train"]
 __doc__ = train.__doc__ or ""
 __signature__ = inspect.signature(train)

@@ -21,7 +21,7 @@ _DICT = "dict"
 
 
 def dumps(value: Any) -> str:
-    """Return `value` as one line of JSON. Values of other types are sent as their text."""
+    """Return `value` as one line of JSON. A value of a type that neither JSON nor `_KINDS` has becomes `str(value)`."""
     return json.dumps(plain(value))
 
 
@@ -31,7 +31,7 @@ def loads(text: str | bytes) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as values that JSON has, from which `loads` makes the value again."""
+    """Return `value` in JSON's types, such that `loads` restores the types of `_KINDS`."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):

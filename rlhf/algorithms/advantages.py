@@ -187,8 +187,8 @@ def pass_at_k(inputs: EstimatorInput, config: AlgorithmConfig) -> Estimate:
 def _of_groups(inputs: EstimatorInput, advantages_of: Callable[[Tensor], Tensor], least: int = 1) -> Tensor:
     """Return the advantage of each response among the responses of its group, [groups, group_size] float64.
 
-    `advantages_of` computes on groups of one size, [groups, size]. Failed responses are in no group. A response that is
-    left alone, or in a group smaller than `least`, has the advantage 0.
+    `advantages_of` computes on groups of one size, [groups, size]. Failed responses are in no group. If failures
+    leave fewer than `least` responses in a group, or only one, these responses have the advantage 0.
     """
     n = inputs.group_size
     scores = inputs.scores.view(-1, n)

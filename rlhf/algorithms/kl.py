@@ -30,8 +30,8 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 def kl_metric(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Return `kl_estimate` by k3 for metrics, [N, R] float64, without the cancellation of exp(-d) - 1 + d for small d.
 
-    Losses and rewards keep the plain formula, so their bits stay the same. expm1 would not make the gradient
-    exp(-d) - 1 more exact.
+    Losses and rewards keep the plain formula, so that their bits equal those of earlier releases. expm1 would not make
+    the gradient exp(-d) - 1 more exact.
     """
     x = torch.clamp(ref_log_probs.double() - log_probs, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return torch.clamp(torch.expm1(x) - x, max=K3_BOUND)

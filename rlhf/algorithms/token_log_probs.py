@@ -148,7 +148,7 @@ class _Sum:
         self._waiting = 0
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add left^T right, of [m, V] and [m, H]. Only `left` may change afterwards."""
+        """Add left^T right, of [m, V] and [m, H]. The caller may overwrite `left` afterwards, but not `right`."""
         room = min(self._tokens, HEAD_GRADIENT_BYTES[left.device.type] // (left.shape[1] * left.element_size()))
         if room < 2 * len(left) and self._left is None:
             self._add(left, right)

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 def settle_replicas(config: Config, coordinator: Coordinator) -> Config:
-    """Return `config`. For FSDP2 on several ranks, choose the number of replicas if `dp_replicate` is null. Collective.
+    """Return `config`, with a number of replicas for FSDP2 on several ranks if `dp_replicate` was null. Collective.
 
     A resume on the same number of ranks keeps the number of replicas if it can, because sums of gradients over more or
     fewer replicas round differently. One replica per rank needs all ranks on one machine, because processors of

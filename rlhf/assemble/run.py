@@ -165,7 +165,7 @@ def _inputs(setup: Setup, scratch: Path) -> RunInputs:
 def _check_warmups(config: Config, steps: int, prompts: int, coordinator: Coordinator) -> None:
     """Raise UserError for a warm-up that is not shorter than a new run of `trainer.total_epochs`. Collective.
 
-    A resume only logs a warning: it could not change the settings.
+    A resume only logs a warning, because a resumed run normally keeps its settings.
     """
     why = f"trainer.total_epochs={config.trainer.total_epochs} with {prompts} prompts"
     problems = "\n".join(warmup_problems(config, steps, why))

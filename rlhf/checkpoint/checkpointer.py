@@ -140,10 +140,13 @@ class Checkpointer:
         return True
 
     def _warn_of_lost_save(self, step: int) -> None:
-        """Log if the run resumes `step` from memory without the last checkpoint due before: no later step saves it."""
+        """Log a warning if the run resumes `step` from memory and lacks the last save that was due before `step`.
+
+        No later step repeats that save.
+        """
         every = self._trainer.save_freq
         due = (step - 1) // every * every if every else 0
-        source = resume_source(self._trainer)  # a fork lacks its source's steps
+        source = resume_source(self._trainer)  # a fork's run directory lacks the source's steps
         if due > max(step_of(path) or 0 for path in (*scan(self._run_dir), source or Path())):
             text = "The crash ended the save of step %d: step %d has no checkpoint, and the run continues from memory."
             log.warning(text, due, due)

@@ -24,7 +24,7 @@ def begin() -> None:
 def guarded(run: Callable[[list[str]], int], argv: list[str] | None) -> int:
     """Return the exit code of `run`. Report a user's mistake as one message on stderr."""
     raise_open_files()
-    from rlhf.config.redaction import Redaction  # this import takes longer than `begin`
+    from rlhf.config.redaction import Redaction  # slow to import, so not before `begin`
 
     try:
         return run(sys.argv[1:] if argv is None else argv)

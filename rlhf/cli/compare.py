@@ -20,8 +20,8 @@ from rlhf.tracking.stored_values import stored_values
 MOST_SETTINGS = 4
 """A row of the table shows at most this many settings."""
 OTHERS = (*MODEL_NAMES, "model.lora.path", *OF_EVALUATIONS)
-"""Prefixes of more settings that change results, although a resume accepts other values of these settings, or compares
-only the files that the settings name."""
+"""Prefixes of settings to compare besides those of the trajectory. They change results, although a resume accepts
+other values of them or compares only the files that they name."""
 COMPARED = [key for key, each in SETTINGS.items() if each.metadata["resume"] == "trajectory" or key.startswith(OTHERS)]
 
 

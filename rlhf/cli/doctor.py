@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     overrides = [word for word in argv if "=" in word and not word.startswith("-")]
     check_options(argv, FLAGS, WITH_VALUE)
-    # argparse does not accept options between overrides, so sort them first.
+    # argparse does not accept options between overrides, so put the options first.
     arguments = _parser().parse_args([*(word for word in argv if word not in overrides), *overrides])
     config = compose_config(arguments.overrides, Library.find(arguments.config_dir))
     validate(config, here=False)

@@ -39,7 +39,7 @@ DOES_NOT_FIT = 1
 def main(argv: list[str] | None = None) -> int:
     """Print the plan. Return the exit code: 0 if the run fits, 1 if it does not, 2 for a mistake in the arguments."""
     words = sys.argv[1:] if argv is None else argv
-    # argparse does not accept options between overrides, so sort them first.
+    # argparse does not accept options between overrides, so put the options first.
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
     try:
         check_options(words, FLAGS, WITH_VALUE, SYNONYMS)

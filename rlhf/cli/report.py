@@ -18,7 +18,9 @@ def main(argv: list[str] | None = None) -> int:
     """Write the page of the runs. Return the exit code: 0, or 2 if a folder is not an intact run directory, the page
     takes longer than --timeout, or the page cannot be written."""
     parser = CommandParser(prog="python -m rlhf.report", description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory; several are overlaid")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="a run directory; the curves of several runs are overlaid"
+    )
     parser.add_argument(
         "--output",
         "-o",

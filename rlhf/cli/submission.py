@@ -17,8 +17,8 @@ from rlhf.errors import UserError
 from rlhf.planning.device_defaults import Machine, server_gpus
 
 OF_ARRAY = ("trainer.nnodes", "trainer.nproc", "trainer.device", "trainer.preempt_grace_s")
-"""Settings that all runs of a sweep share, because they determine the options of the array of jobs. So does the number
-of the rollout servers' GPUs."""
+"""Settings that must be equal in all runs of a sweep, because they determine the options of the array of jobs. The
+number of the rollout servers' GPUs must be equal, too."""
 
 _SERVERS = "rollout.servers.count"
 

@@ -127,7 +127,8 @@ def run_all(runs: Sequence[PlannedRun], start: Callable[[Config], int]) -> int:
         except OSError as error:  # for example a stale file handle of a network disk
             log.error("%s", error)
             codes.append(EXIT_CRASHED)
-        stops = signals_received() > received and number < len(runs)  # a run in its last step finishes all the same
+        # A run that receives a stop signal in its last step still finishes with EXIT_DONE.
+        stops = signals_received() > received and number < len(runs)
         if codes[-1] == EXIT_REQUEUE or stops:
             _show_results(runs, codes)
             log.warning("The sweep stopped at run %d of %d. The same command continues it.", number, len(runs))
@@ -141,7 +142,7 @@ def run_all(runs: Sequence[PlannedRun], start: Callable[[Config], int]) -> int:
 
 
 def _show_results(runs: Sequence[PlannedRun], codes: Sequence[int]) -> None:
-    """Log a table of the runs, and write a page with all of them beside the run directories."""
+    """Log a table of the runs, and write a page with those that have metrics beside the run directories."""
     results = [_result(run, code) for run, code in zip(runs, [*codes, *[None] * (len(runs) - len(codes))], strict=True)]
     log.info("Results of the sweep:\n%s", printable_lines(run_table(results)))
     path = runs[0].config.run_dir.parent / f"{runs[0].experiment}-sweep.html"

@@ -63,7 +63,7 @@ class Config:
 
     @property
     def run_dir(self) -> Path:
-        """Return the run directory. Only settings and the working directory set it, so a command finds it again."""
+        """Return the run directory. Settings and working directory determine it, so the same command finds it again."""
         t = self.trainer
         return self._working_dir / Path(t.default_local_dir).expanduser() / t.project_name / t.experiment_name
 

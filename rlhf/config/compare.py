@@ -38,7 +38,10 @@ NEW_RUN = (
     "give the new run a directory of its own with trainer.experiment_name=NAME (or trainer.default_local_dir=FOLDER), "
     "or start over in this one with trainer.overwrite=true"
 )
-SECRETS = "Settings with secrets cannot be compared with the stored values: %s. If one has changed, the numbers change."
+SECRETS = (
+    "Settings with secrets cannot be compared with the stored values: %s. If a secret has changed, the run's numbers "
+    "may change."
+)
 """Log line for the names from `not_compared`. No other message reports, for example, that a judge's URL now names
 another model."""
 

@@ -51,7 +51,7 @@ class Added:
 
 @dataclass(frozen=True)
 class Restated:
-    """A setting whose value changed, but not its meaning. `value` returns the current value for a stored value."""
+    """A setting with a new value of the same effect. `value` returns the current value for a stored value."""
 
     key: str
     value: Callable[[Any], Any]

@@ -60,7 +60,7 @@ class Redaction:
 def has_secret(name: str, value: object, names: re.Pattern[str] = SECRET_KEY) -> bool:
     """Return whether `value` under `name` is a secret.
 
-    Numbers under a name such as `max_tokens` count tokens. In mappings (`names` is SECRET_KEY), special tokens and the
+    A number under a name such as `max_tokens` is no secret. In mappings (`names` is SECRET_KEY), special tokens and the
     names of columns are not secrets: a resume does not compare secrets, so it would miss a changed `answer_key`.
     """
     if not names.fullmatch(name) or (_COUNTED.fullmatch(name) and _has_only(_NUMBER, value)):

@@ -59,7 +59,8 @@ def bands_of(
 def runs_of(bands: list[Band], info: TensorInfo) -> tuple[TensorInfo, list[Band]]:
     """Return the tensor as a vector, with its bands, if each band is within one row; else return the arguments.
 
-    `read_bands` allocates whole rows. A row of a flattened tensor of Megatron is one rank's whole part of a weight.
+    Reading a vector needs less memory: `read_bands` allocates whole rows, and a row of a flattened tensor of Megatron
+    is one rank's whole part of a weight.
     """
     if len(info.shape) < 2 or any(band.rows > 1 for band in bands):
         return info, bands

@@ -1,4 +1,4 @@
-"""Compares two open checkpoints: settings and state value by value, tensors by norm and largest difference."""
+"""Compares two open checkpoints: settings and state value by value, tensors bit by bit."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +32,10 @@ class ValueDifference:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor whose bits differ. Norms and `largest` are None unless both tensors exist and have the same shape."""
+    """A tensor that differs, or that only one checkpoint has.
+
+    Norms and `largest` are None unless both tensors exist and have the same shape.
+    """
 
     name: str
     what: str
@@ -93,7 +96,7 @@ def compare_tensors(
     tables: tuple[Mapping[str, TensorInfo], Mapping[str, TensorInfo]],
     progress: Callable[[int], None] = lambda count: None,
 ) -> Compared:
-    """Compare the tensors of `a` and `b` that `tables` list by name; `progress` gets each tensor's bytes in `a`."""
+    """Compare the tensors of `a` and `b` that `tables` list by name. Call `progress` with each tensor's size in `a`."""
     of_a, of_b = tables
     different = []
     for name, info in of_a.items():

@@ -15,7 +15,7 @@ AHEAD_BYTES = 1 << 20
 
 @dataclass
 class RecordSum:
-    """Compares bytes [start, stop) of a file with the archive's `crc`; 0 means that the writer computed none.
+    """Compares the CRC-32 of bytes [start, stop) of a file with the archive's `crc`; 0: the writer computed none.
 
     Several threads may read ranges in any order. A range that continues the summed bytes is added at once. `update`
     reads the rest itself if at most a quarter is left, or if half was read and the new range leaves a gap. Without
@@ -35,7 +35,7 @@ class RecordSum:
         self._at = self.start
 
     def update(self, descriptor: int, position: int, view: memoryview) -> None:
-        """Add bytes read at `position`. Raises DamagedCheckpoint when all bytes are known and the sum differs."""
+        """Add bytes read at `position`. Raises DamagedCheckpoint if the sum of all bytes differs from `crc`."""
         with self._lock:
             if not self.crc or self._at == self.stop:
                 return

@@ -1,4 +1,4 @@
-"""Computes the cache key of a prompt set from all its inputs, and builds the set if it is new.
+"""Computes the cache key of a prompt set from all its inputs, and builds the set if the cache lacks it.
 
 The cache stores the hashes of data files, and reads a file again only if the file may have changed.
 """
@@ -111,7 +111,7 @@ def file_hash(path: Path, folder: Path, *, again: bool = False) -> str:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}. Restore it.") from error
     if started - max(identity[-2:]) > SETTLED_NS:
-        with suppress(OSError):  # the next start reads the file again
+        with suppress(OSError):  # if this fails, the next start reads the file again
             make_dir(entry.parent)
             write_small(entry, json.dumps({"identity": identity, "xxh3_128": digest.hexdigest()}).encode())
     return digest.hexdigest()

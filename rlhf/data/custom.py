@@ -39,8 +39,8 @@ def custom_records(
 ) -> list[CustomRecord]:
     """Return the rows that the user's code makes, at most `max_samples` of them.
 
-    The random generators of Python, NumPy and torch start in the same state on all ranks. Afterwards they get their
-    earlier state back.
+    The random generators of Python, NumPy and torch start in the same state on all ranks. Afterwards this function
+    restores their earlier state.
 
     Raises:
         UserError: the code cannot be imported, raises an error, or returns anything but a dict.
@@ -112,7 +112,7 @@ def _record(where: str, spec: str, function: Callable[..., Any], argument: Any) 
 
 
 class _ForeignValueError(Exception):
-    """A value of a row is not the same, or has not the same text, in another process."""
+    """A row has a value that may differ, or whose text may differ, in another process."""
 
 
 def _call(where: str, spec: str, function: Callable[[], Any]) -> Any:

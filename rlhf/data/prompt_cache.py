@@ -1,4 +1,4 @@
-"""Caches tokenized prompts: one process per node makes each set, and all ranks of all runs map it into memory.
+"""Caches tokenized prompts: one process makes each set, and all ranks of all runs map the set into memory.
 
 ```
 <data.cache_dir>/

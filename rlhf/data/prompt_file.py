@@ -168,7 +168,7 @@ class MappedPrompts:
             # Zero-copy: reads only the headers of the batches.
             reader = pa.ipc.open_stream(pa.memory_map(str(self._path)))
             if not reader.schema.equals(_schema()):
-                raise DamagedPrompts(f"{self._path} has other columns")
+                raise DamagedPrompts(f"{self._path} does not have the expected columns")
             self._batches = list(reader)
         except (ValueError, KeyError, TypeError, OSError, pa.ArrowException) as error:
             if isinstance(error, OSError) and error.errno is not None:  # Arrow's own errors have no errno

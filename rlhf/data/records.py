@@ -185,7 +185,7 @@ def _load_from_hub(source: Source, path: str, config: str | None) -> Any:
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """Keep the Hub libraries off the network; they read the environment only once, at import."""
+    """Set the Hub libraries' constants to offline, because they read the environment only at import."""
     import datasets.config
     import huggingface_hub.constants
 

@@ -13,7 +13,7 @@ FEW = 0.01
 
 
 def warn_of_repeats(train_set: PromptSet, val_set: PromptSet | None) -> None:
-    """Log at most one warning for each of the two kinds. Prompts are equal if their tokens are equal."""
+    """Log at most one warning of repeats, and one of shared prompts. Prompts are equal if their tokens are equal."""
     different = np.unique(train_set.prompt_hashes())
     if (repeated := len(train_set) - len(different)) > FEW * len(train_set):
         log.warning(

@@ -47,8 +47,8 @@ def error(text: str) -> Outcome:
 def run_checks(checks: Mapping[str, Check], node: str, deadline_s: float) -> list[CheckResult]:
     """Run all checks in threads, and return their results in the order of `checks`.
 
-    A check that raises, or that has not ended after `deadline_s` seconds, has an error. The thread of a late check is
-    abandoned, because a system call on a broken disk may never return.
+    For a check that raises, or that has not ended after `deadline_s` seconds, the result is an error. This function
+    abandons the thread of a late check, because a system call on a broken disk may never return.
     """
     outcomes: dict[str, list[Outcome]] = {}
     threads = {}

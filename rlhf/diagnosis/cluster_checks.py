@@ -31,9 +31,9 @@ ALL_NODES = "all nodes"
 
 
 def check_cluster(config: Config, node_deadline_s: float) -> tuple[list[CheckResult], bool]:
-    """Run all checks as one rank. Return the results that this rank knows, and whether it prints them.
+    """Run all checks as one rank. Return the results that this rank has, and whether this rank prints them.
 
-    Rank 0 knows all results. For a rank that never connects or stops answering, an error names the rank. If ranks
+    Rank 0 receives all results. For a rank that never connects or stops answering, an error names the rank. If ranks
     are missing from the start, each node checks itself and prints its own results.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -129,7 +129,7 @@ def clock_offsets(coordinator: Coordinator) -> tuple[list[float], float]:
 
 
 def clock_outcomes(offsets: Mapping[str, float], uncertain_s: float) -> Iterator[Outcome]:
-    """Yield a finding for each node whose clock differs from the first node's.
+    """Yield a finding for each node whose clock differs from the first node's by more than CLOCK_WARNING_S.
 
     Args:
         offsets: node -> seconds ahead of the first node.
@@ -141,7 +141,10 @@ def clock_outcomes(offsets: Mapping[str, float], uncertain_s: float) -> Iterator
         if beyond > CLOCK_WARNING_S:
             found = True
             level = error if beyond > CLOCK_ERROR_S else warning
-            yield level(f"the clock of {node} differs by {offset:+.1f} s. Synchronise it: chronyc makestep, or ntpd.")
+            yield level(
+                f"the clock of {node} differs from the first node's by {offset:+.1f} s. Synchronise it: chronyc "
+                "makestep, or ntpd."
+            )
     if not found:
         yield ok(f"within {max(map(abs, offsets.values())) + uncertain_s:.1f} s of each other")
 

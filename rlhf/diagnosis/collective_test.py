@@ -21,7 +21,7 @@ BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}
 """Bytes of each tensor, by device."""
 REPEATS = 3
 MOST_ROUNDS = 31
-"""Rounds of pairs: all pairs of 32 ranks or nodes. In each round every rank has at most one partner."""
+"""Maximum number of rounds: enough for all pairs of 32 ranks or nodes. A rank has at most one partner per round."""
 SLOW = 1 / 3
 """A pair with less than this fraction of the median bandwidth is slow."""
 DEADLINE_S = 45.0
@@ -131,7 +131,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def partners(members: Sequence[int], rank: int) -> Iterator[int]:
-    """Yield the partner of `rank` in each round in which it has one. Each pair of members meets at most once."""
+    """Yield the partner of `rank` in each round in which `rank` has one. No pair of members occurs twice."""
     if rank not in members:
         return
     places: list[int | None] = [*members, *([None] if len(members) % 2 else [])]

@@ -29,7 +29,7 @@ def check_node(
     Args:
         node: name of this node in the results.
         share: fraction of each checkpoint that this node's disk stores.
-        quick: leave out checks that import torch, use a network or start processes, because the run continues.
+        quick: leave out checks that import torch, use a network or start processes, because a restart waits for them.
     """
     plans: list[Plan | None] = []
     results = run_checks({"plan": lambda: _check_plan(config, plans, quick=quick)}, node, deadline_s)

@@ -58,7 +58,7 @@ def prefix() -> str:
 class StoreTransport(Transport):
     """Exchanges objects of all ranks through `store`. Each call may take `deadline_s` seconds.
 
-    A call raises LostPeer, with the numbers of the ranks that did not answer, on every rank.
+    If a rank does not answer, the call raises LostPeer on every rank, with the numbers of all such ranks.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, deadline_s: float) -> None:

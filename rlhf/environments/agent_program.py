@@ -133,7 +133,7 @@ class ServedAgent:
                 raise _FailedError(self._ended(f"with exit code {self._code}"))
             return None
         try:
-            if event.overlaps:  # as a rewritten history, its row would depend on the threads' timing
+            if event.overlaps:  # treated as a rewritten history, it would make rows depend on timing
                 raise RejectedRequest("it came before the answer to another request. Send one request after the other")
             new = self._conversation.take(event.body)
         except RejectedRequest as error:
@@ -181,8 +181,8 @@ def _row_text(row: dict[str, Any]) -> str:
     text = json.dumps(_without_constants(row), default=str)
     if len(text) > _LONGEST_ROW:
         raise _FailedError(
-            f"the row has {len(text)} characters as JSON, and RLHF_ROW holds at most {_LONGEST_ROW}. Shorten or remove "
-            "columns"
+            f"the row has {len(text)} characters as JSON, and RLHF_ROW can have at most {_LONGEST_ROW}. Shorten or "
+            "remove columns"
         )
     return text
 
@@ -214,5 +214,5 @@ def _number_in(folder: Path) -> float | None:
     except ValueError:
         number = float("nan")
     if not math.isfinite(number):
-        raise _FailedError(f"RLHF_REWARD_FILE holds {text[:80]!r}, not a finite number")
+        raise _FailedError(f"RLHF_REWARD_FILE contains {text[:80]!r}, not a finite number")
     return number

@@ -1,7 +1,7 @@
 """Starts the program of an episode in a forked process, which may write only to the episode's folder.
 
-A Python script runs in the fork itself, which has the script's imports already: importing a client such as `openai`
-takes about a second, which each episode would pay.
+A Python script runs in the fork itself, which has the script's imports already. Otherwise each episode would spend
+about a second on importing a client such as `openai`.
 """
 
 import ast
@@ -68,8 +68,8 @@ class ProgramStart:
             os.chdir(folder)
             os.environ.update(variables)
             tempfile.tempdir = None  # forget the cached folder
-            # Programs of one rank share a user. With Landlock, no program writes into another's folder, reads another's
-            # variables or signals another's processes.
+            # Programs of one rank share a user. With Landlock, no program can write into the folder of another
+            # program, read its variables or signal its processes.
             restrict_to([str(folder), SHARED_MEMORY, *self.writable], abstract_sockets=self.network)
             if (script := script_of(self.command)) is None:
                 # Drop PYTHONPATH's first folder: a program with packages of its own must not import the trainer's.

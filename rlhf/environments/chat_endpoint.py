@@ -42,7 +42,7 @@ class PendingRequest:
 
 
 class ChatEndpoint:
-    """An HTTP server with one key. `requests` receives each `PendingRequest`, in the order of arrival."""
+    """An HTTP server with one API key. `requests` receives each `PendingRequest`, in the order of arrival."""
 
     def __init__(self, requests: "queue.Queue[Any]") -> None:
         self.key = secrets.token_hex(16)
@@ -53,7 +53,7 @@ class ChatEndpoint:
         self._server = _ChatServer(self)
 
     def start(self) -> None:
-        """Begin to answer, first the requests that came earlier."""
+        """Start to answer requests, beginning with those that arrived before this call."""
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 60.0}, daemon=True).start()
 
     @property

@@ -12,7 +12,7 @@ Message = dict[str, Any]
 Fork = dict[str, Any]
 """A rewritten history: its `messages` and `tools`, and in `kept` how many of the earlier messages it begins with."""
 _TEXTS = ("name", "tool_call_id", "reasoning_content")
-"""Fields of a message that are read, besides role, content and calls."""
+"""Text fields of a message that the trainer reads, besides role and content."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
@@ -40,7 +40,7 @@ class Conversation:
     def take(self, request: Any) -> list[Message] | Fork:
         """Add the new messages of a request and return them, or the whole history if the request rewrites it.
 
-        A request rewrites the history if it does not repeat all messages and answers, or if its tools differ.
+        A request rewrites the history if it does not repeat all earlier messages and answers, or if it has other tools.
 
         Raises:
             RejectedRequest: the request cannot be answered, or needs an unsupported feature.
@@ -241,7 +241,7 @@ def _same(before: Message, now: Message) -> bool:
 
 
 def _repeated(before: Sequence[Message], now: Sequence[Message]) -> int:
-    """Return how many of the first messages are the same."""
+    """Return the number of messages that `before` and `now` have in common at their start."""
     same = [_same(*pair) for pair in zip(before, now, strict=False)]
     return same.index(False) if False in same else len(same)
 

@@ -9,10 +9,10 @@ from rlhf.errors import UserError, did_you_mean, nearest
 
 KWARGS = "env.kwargs"
 PREFLIGHT = "_preflight"
-"""Name of an optional class method. The host calls it once with the constructor's arguments, before the training. It
-imports what the class needs, and raises UserError for a mistake in the arguments."""
+"""Name of an optional class method. The host calls it once with the constructor's arguments, before the training. The
+method imports what the class needs, and raises UserError for a mistake in the arguments."""
 OWN_PROCESS = "_own_process"
-"""Name of an optional class attribute: True if the class uses global state, so that each episode needs a process."""
+"""Name of an optional class attribute: True if the class uses global state, so that episodes cannot share a process."""
 
 
 def with_arguments(classes: Sequence[type], kwargs: Mapping[str, Any], process: str) -> list[Callable[[], Any]]:

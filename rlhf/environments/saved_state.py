@@ -2,7 +2,7 @@
 
 Plain values are None, bool, int, float, str, lists, tuples and dicts of these with keys of type str, and
 `random.Random`. The state is JSON, so that loading it executes no code. An object with other attributes cannot be
-saved. Neither can an object that has the same list in two attributes, or more values than a reply should carry.
+saved. Neither can an object that refers twice to the same list or dict, or whose attributes exceed `MOST_BYTES`.
 """
 
 import json
@@ -28,7 +28,7 @@ def saved(environment: Any, *, attributes: bool = True) -> dict[str, Any] | None
     `attributes`: save the attributes of an object that has no `state_dict`.
 
     Raises:
-        TypeError: `state_dict` returns values that JSON lacks.
+        TypeError: `state_dict` returns values that JSON lacks, or more than `MOST_BYTES` of JSON.
     """
     if callable(getattr(environment, "state_dict", None)):
         state = environment.state_dict()
@@ -40,8 +40,8 @@ def saved(environment: Any, *, attributes: bool = True) -> dict[str, Any] | None
             )
         if len(text) > MOST_BYTES:
             raise TypeError(
-                f"state_dict returned {len(text)} bytes of JSON, at most {MOST_BYTES} are allowed: it is called after "
-                "each call. Return only what changes in an episode, and load tables in __init__."
+                f"state_dict returned {len(text)} bytes of JSON, at most {MOST_BYTES} are allowed: the trainer "
+                "saves the state after each call. Return only what changes in an episode, and load tables in __init__."
             )
         return {"own": typed_json.plain(state)}
     kinds = [kind for kind in type(environment).__mro__ if kind is not object]

@@ -56,7 +56,10 @@ class Served:
         self._environment: Any = None
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Make one call and return `value` and `state`, `rejected` if a tool raised ValueError, or `error`."""
+        """Make one call. Return `value` and `state`, or `error` after an exception.
+
+        If a tool raised ValueError, return `rejected` and `state`.
+        """
         try:
             value = getattr(self, f"_{request['op']}")(request)
             # Before `reset`, an object may lack the attributes that its `state_dict` reads.
@@ -69,8 +72,8 @@ class Served:
             return _failure(error)
 
     def _state(self) -> dict[str, Any] | None:
-        # With `env.process=episode`, global generators and modules have state besides the object's attributes. The same
-        # holds for an object that keeps a temporary file: its attribute is only the path, and a kill removes the file.
+        # With `env.process=episode`, global generators and modules are state that the attributes lack. If an object has
+        # written a temporary file, its attribute is only the path, and a kill removes the file.
         whole = not self._alone and temporary_files() == self._imported_files
         return saved(self._environment, attributes=whole)
 
@@ -110,8 +113,10 @@ class Served:
 
 
 def temporary_files() -> frozenset[tuple[str, int, int, int]]:
-    """Return path, size, time of the last change and number of each file below the folder of temporary files, which all
-    environment processes of a rank share."""
+    """Return path, size, modification time and inode number of each file below the folder of temporary files.
+
+    All environment processes of a rank share this folder.
+    """
     found = set()
     for folder, _, names in os.walk(tempfile.gettempdir()):
         for name in names:

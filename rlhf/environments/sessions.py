@@ -19,7 +19,7 @@ from rlhf.environments.host_handle import Host, Process
 
 MAX_REPLY_BYTES = 1 << 24
 _TRIES = 3
-"""Maximum number of attempts at a call if other calls end its process. The last attempt gets a process of its own."""
+"""Maximum number of attempts at a call if other calls end the shared process. The last attempt has its own process."""
 
 T = TypeVar("T")
 Call = dict[str, Any]
@@ -81,7 +81,7 @@ class Session:
                 if self._given_up:
                     raise EnvironmentFailed("the trainer has given up the episode") from error
                 if attempt + 1 == _TRIES:
-                    raise EnvironmentFailed(f"its process ended {_TRIES} times: {error}") from error
+                    raise EnvironmentFailed(f"the environment's process ended {_TRIES} times: {error}") from error
             else:
                 self.record(calls, [_without_state(reply) for reply in replies], replies[-1]["state"])
                 return [_without_state(reply) for reply in replies]
@@ -118,7 +118,7 @@ class Session:
             reply = _read(self._channel, self.pool.config.timeout_s)
         except TimeoutError:
             if self._process.gone:
-                raise _ProcessGoneError("another environment of its process hung") from None
+                raise _ProcessGoneError("another environment in the same process hung") from None
             self.pool.kill(self._process)
             self.drop()
             raise EnvironmentLate(
@@ -142,14 +142,14 @@ class Session:
         return reply
 
     def close(self) -> None:
-        """Close the environment and forget it. An environment that fails to close is dropped."""
+        """Close the environment, then `drop` the session, even if the environment fails to close."""
         if self._channel is not None:
             with contextlib.suppress(EnvironmentFailed, _ProcessGoneError, OSError):
                 self._exchange({"op": "close"})
             self.drop()
 
     def give_up(self) -> None:
-        """Make the call that another thread makes fail at once. `drop` the session once that thread is done."""
+        """Let the call that runs in another thread fail at once. Once that thread is done, `drop` the session."""
         self._given_up, channel = True, self._channel
         if channel is not None:
             with contextlib.suppress(OSError):
@@ -204,7 +204,7 @@ class EnvironmentPool:
         """End a process that serves a single environment; otherwise count one environment less in the process."""
         if process.single:
             if not process.gone and self.config.command is not None:
-                self._host.kill(process)  # with all that the program started
+                self._host.kill(process)  # also ends every process that the program started
             elif not process.gone:
                 self._host.release(process)
             return
@@ -264,7 +264,7 @@ def _read(channel: socket.socket, timeout_s: float) -> Reply:
         channel.settimeout(max(1e-3, deadline - time.monotonic()))
         data = channel.recv(1 << 16)
         if not data:
-            raise ConnectionError("it died")
+            raise ConnectionError("the process closed its socket")
         found += data
         if len(found) > MAX_REPLY_BYTES:
             raise ValueError(f"a reply of more than {MAX_REPLY_BYTES} bytes")

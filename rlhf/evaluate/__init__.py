@@ -1,1 +1,1 @@
-"""Evaluates policies without training, each in a folder of its own, with the engines and rewards of a run."""
+"""Evaluates policies without training, each in its own run folder, with the engines and rewards of a training run."""

@@ -68,7 +68,7 @@ def _run(words: Sequence[str]) -> int:
                 return code
             check_same(each, before, files_of(each))
             earlier = store_result(each, before)
-            if signals_received() and number < len(planned):  # an evaluation that is almost done ends normally
+            if signals_received() and number < len(planned):  # too late to stop this evaluation
                 log.warning("A stop signal came. The same command continues with %s.", planned[number].target.name)
                 return EXIT_REQUEUE
         results.append(earlier)
@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         FLAG,
         action="store_true",
-        help="run code that the targets' stored settings name, and give it the rights that they name",
+        help="run code that the targets' stored settings name, with the rights that these settings give it",
     )
     return parser
 

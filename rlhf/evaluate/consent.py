@@ -48,7 +48,7 @@ def take_settings_to_confirm(tree: DictConfig, unused: Collection[str]) -> dict[
 
 
 def unconfirmed(tree: DictConfig, typed: Collection[str], to_confirm: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of `to_confirm` that neither a chosen entry or recipe nor the command line has set.
+    """Return the settings of `to_confirm` that neither the command line nor an entry or recipe named there has set.
 
     Args:
         tree: the composition of the stored configuration with the command line.

@@ -49,7 +49,7 @@ def files_of(planned: PlannedEvaluation) -> dict[str, str]:
     except OSError as error:
         raise UserError(
             f"{planned.target.name}: {error.filename} cannot be read ({error.strerror}). Restore the file, or set "
-            "another one in the command."
+            "another file in the command."
         ) from None
 
 
@@ -97,7 +97,7 @@ def stored_result(planned: PlannedEvaluation) -> dict[str, Any] | None:
     """Return the stored result of this evaluation, or None if there is none.
 
     Raises:
-        UserError: the stored result is damaged, or has other settings or files.
+        UserError: the stored result is damaged, or its settings or files differ from this command's.
     """
     path = planned.config.run_dir / RESULT
     if planned.again or not path.is_file():

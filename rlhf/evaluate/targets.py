@@ -65,7 +65,7 @@ class EvaluationTarget:
         return str(self.checkpoint / "actor" / HF_FOLDER) if self.manifest.imported else None
 
     def stored_settings(self) -> DictConfig | None:
-        """Return the configuration of the checkpoint's run; None without a run. Raise UserError if it is damaged."""
+        """Return the configuration of the checkpoint's run; None without a run. Raise UserError if unreadable."""
         if self.checkpoint is None or self.manifest is None or self.manifest.imported:
             return None
         try:

@@ -49,7 +49,7 @@ class Collector:
 
     Surplus groups are carried over to the next step, on the rank that generated them, and are part of checkpoints.
     With `rollout.async_steps`, later steps continue unfinished responses (`PartialRollouts`). Servers
-    continue these responses while the ranks train. A save stops the servers and includes the responses.
+    continue these responses while the ranks train. A save ends this generation and includes the responses.
     """
 
     data: InitVar[DataConfig]
@@ -159,7 +159,7 @@ class Collector:
         return self._source.position
 
     def tensors(self) -> dict[str, Tensor]:
-        """Stop the servers, and return this rank's groups and samples for the next steps as tensors. Collective."""
+        """End the background generation. Return this rank's groups and samples for later steps. Collective."""
         return to_tensors(self._sampling.carried) | self._source.tensors()
 
     def load_tensors(self, parts: Sequence[dict[str, Tensor]]) -> None:
@@ -173,6 +173,6 @@ class Collector:
         if left_out := len(groups) - len(fitting) + self._source.load_tensors(parts):
             log.warning(
                 "Dropped %d prompts of the checkpoint, with samples generated for later steps: rollout.n, "
-                "rollout.async_steps, data.max_response_length or algorithm.adv_estimator has changed since.",
+                "rollout.async_steps, data.max_response_length or algorithm.adv_estimator has changed since the save.",
                 left_out,
             )

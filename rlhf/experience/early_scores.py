@@ -35,8 +35,8 @@ class EarlyScores:
     """Scores groups before all groups of a step are complete, so that rewards do not wait for the longest response.
 
     A score depends only on its sample or its group, so an early score equals a late one. After a timeout or an error,
-    the caller scores the group again, because the generation on the same machine may have caused it. An error of this
-    second call ends the run. The caller's thread decodes texts, because tokenizers are not thread-safe.
+    the caller scores the group again, because the generation on the same machine may have caused the failure. An error
+    of this second call ends the run. The caller's thread decodes texts, because tokenizers are not thread-safe.
 
     Args:
         size: number of samples of a group.
@@ -57,7 +57,10 @@ class EarlyScores:
             self._unlogged = None
 
     def expect(self, drawn: Sequence[DrawnPrompt], samples: Sequence[Sequence[Sample]]) -> None:
-        """Forget all prompts but those in `drawn`, whose samples so far are `samples`, partial ones included."""
+        """Expect samples of the prompts in `drawn`, and forget all other prompts.
+
+        `samples`: for each prompt in `drawn`, its samples so far, partial samples included.
+        """
         with self._lock:
             self._groups = {each.uid: self._groups.get(each.uid) or _Group(each) for each in drawn}
             self._waiting = [group for group in self._waiting if group.drawn.uid in self._groups]
@@ -86,7 +89,7 @@ class EarlyScores:
     def pop(self, uid: int, samples: Sequence[Sample]) -> list[RewardResult] | None:
         """Return the rewards of a prompt's samples, or None if the caller must compute them. Forget the prompt.
 
-        If a call is computing the rewards now, wait for it. Each sample has a deadline.
+        If a call is computing the rewards now, wait for the call, which ends because each sample has a deadline.
         """
         with self._lock:
             group = self._groups.pop(uid, None)

@@ -68,7 +68,7 @@ class Episode:
     limits: Limits
     row: dict[str, Any]
     new_session: Any
-    """Returns a new `Session` with a name."""
+    """Returns a new `Session` with the given name."""
     attempt: int = 0
     failures: list[str] = field(default_factory=list)
     session: Session = field(init=False)
@@ -217,7 +217,7 @@ class Episode:
         return f"env.max_turns={self.limits.turns}" if self.turn >= self.limits.turns else ""
 
     def _answer(self, turn: Turn, before: int, sampled: int) -> Call:
-        """Return the call that answers the request of an agent. The text of invalid tool calls is kept."""
+        """Return the call that answers the request of an agent. The answer includes the text of invalid tool calls."""
         self.invalid_calls += len(turn.invalid)
         self.tool_calls += len(turn.actions)
         message = turn.message()
@@ -262,7 +262,7 @@ class Episode:
             self._observe(messages)
 
     def _observe(self, messages: list[dict[str, Any]]) -> None:
-        """Append the environment's messages, if the policy has another turn and room for a token."""
+        """Append the environment's messages. End the episode instead if the policy has no turn or room left."""
         assert self._turn is not None
         self.conversation += messages
         room = self.params.max_tokens - (len(self.response) - self._row[1])
@@ -285,11 +285,11 @@ class Episode:
     def _fork(self, fork: Fork) -> None:
         """Begin a row with an agent's rewritten history, if the policy has another turn, and the row has room.
 
-        The chat template renders the whole history, as a server does when the agent is deployed. Answers of the policy
-        in it are not trained again.
+        The chat template renders the whole history, as a server does when the agent is deployed. The policy's
+        answers in this history are not trained again.
         """
         messages = [self._harmless(message) for message in fork["messages"]]
-        # The policy's answers are in the conversation already, and the messages that the history keeps.
+        # The conversation already has the policy's answers and the messages that the history keeps.
         self.conversation += [each for each in messages[fork["kept"] :] if each["role"] != "assistant"]
         limits, longest = self.limits, self.limits.prompt_tokens + self.params.max_tokens
         if self.turn >= limits.turns or _too_long(messages, longest):
@@ -303,7 +303,7 @@ class Episode:
         except UserError as error:
             # Unlike the first request, the messages depend on what the policy wrote, so do not end the run.
             self.session.drop()
-            return self.fail(f"the program rewrote its history, and it cannot become a prompt: {error}")
+            return self.fail(f"the program rewrote its history, but the new history cannot become a prompt: {error}")
         if len(tokens) >= longest:
             return self._end("length")
         self._forks.append((len(self.response), min(len(tokens), limits.prompt_tokens)))

@@ -28,9 +28,9 @@ PAUSE_S = 0.2
 class EpisodeCalls:
     """Makes the calls of a rank's episodes in the threads of the pool. An episode uses an outcome once it is journaled.
 
-    `finish` makes all calls, `advance` goes on with them. During a generation in the ranks, `begin` and `use_done` make
-    calls of complete turns. Such a call may be late because the engine needs the same processors, so `finish` repeats a
-    call that took too long.
+    `finish` makes calls until no episode needs one, `advance` for a limited time. During a generation in the ranks,
+    `begin` and `use_done` make calls of complete turns. Such a call may be late because the engine needs the same
+    processors, so `finish` repeats a call that took too long.
     """
 
     def __init__(self, pool: EnvironmentPool, journal: Journal | None) -> None:
@@ -45,8 +45,10 @@ class EpisodeCalls:
             self.advance(episodes, WAIT_S)
 
     def advance(self, episodes: Sequence[Episode], wait_s: float = 0.0, most: int | None = None) -> list[Episode]:
-        """Begin the calls of `episodes`, wait for at most `wait_s` until all calls have ended, and let at most `most`
-        episodes use the outcomes so far. Return the episodes that used an outcome."""
+        """Begin the calls of `episodes`. Return the episodes that used an outcome.
+
+        Wait at most `wait_s` seconds for all calls to end. Then let at most `most` episodes use the outcomes so far.
+        """
         used = self.begin(episodes, early=False)
         if wait_s:
             wait(self._begun.values(), wait_s)
@@ -99,7 +101,7 @@ class EpisodeCalls:
 
     @property
     def ended(self) -> bool:
-        """Whether an outcome waits for its use."""
+        """Whether a call has ended whose outcome no episode has used yet."""
         return any(call.done() for call in self._begun.values())
 
     def _done(self, most: int | None = None) -> dict[Episode, Outcome]:
@@ -143,19 +145,19 @@ def turns_of(samples: Sequence[Sample], asked: AskedTurns) -> dict[Episode, Samp
 
 
 class EarlyTurns:
-    """Takes the turns that are complete, and begins their calls, while the engine generates the other turns.
+    """Adds complete turns to their episodes, and begins their calls, while the engine generates the other turns.
 
     The calls' time then adds less to the round. A round's batch stays the same: it does not depend on early turns.
     """
 
     def __init__(self, asked: AskedTurns, calls: EpisodeCalls, journal: Journal | None) -> None:
-        """`asked`: the turns of the round; a turn that is taken is removed."""
+        """`asked`: the turns of the round. `add` removes the turns that it adds to their episodes."""
         self._asked, self._calls, self._journal = asked, calls, journal
         self._new: list[Sample] = []
         self._next = 0.0
 
     def add(self, samples: Sequence[Sample]) -> None:
-        """Record complete samples. At most every PAUSE_S seconds, take the new turns, and use the replies so far."""
+        """Record complete samples. At most every PAUSE_S seconds, use these turns and the replies so far."""
         self._new += samples
         if time.monotonic() < self._next:
             return
@@ -173,8 +175,8 @@ class EarlyTurns:
 def beside_the_loop(action: Callable[[], None]) -> None:
     """Run `action` in another thread and wait for it.
 
-    The watchdog takes an event of the loop's thread for the end of a phase. The generation would then have phases of
-    any length, whose longest would be no guide to the next.
+    The watchdog treats an event in the loop's thread as the end of a phase. Events in the middle of a generation would
+    make phases of any length, so the longest phase so far would not predict the next.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="early-turns") as thread:
         thread.submit(action).result()

@@ -1,8 +1,9 @@
 """Plays episodes: an engine generates their turns, and their environments answer.
 
 An engine in the ranks plays in rounds: one engine call generates a turn of every live episode. The calls of a complete
-turn begin while the engine generates the others, if the engine listens. The time that calls take does not change a
-round's batch. On rollout servers, whose batches depend on time anyway, each episode goes on at its own pace.
+turn begin while the engine generates the others, if the engine reports complete turns early. The time that calls take
+does not change a round's batch. On rollout servers, whose batches depend on time anyway, each episode continues at its
+own pace.
 
 The journal stores a turn before its calls, and a reply before an episode uses it. A restart after a crash repeats the
 episodes with the turns and replies in the journal. It generates or calls only what the journal lacks (promise 20).
@@ -29,7 +30,7 @@ from rlhf.ranks.coordinator import Coordinator
 from rlhf.rollout import Sample, SamplingParams
 
 AT_ONCE = 64
-"""Most turns that a rank takes, and most outcomes that its episodes use, between two exchanges with the servers."""
+"""Most new turns, and most outcomes of calls, that a rank's episodes use between two exchanges with the servers."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Episodes:
         asked: AskedTurns = {}
         left, turned, samples = len(episodes), list(episodes), list[Sample]()
         while True:
-            # Hand over a few turns at a time: the servers work on the first while the rank reads the others.
+            # Send a few turns at a time: the servers work on the first turns while the rank prepares the others.
             moved = dict.fromkeys([*turned, *calls.advance(turned, most=AT_ONCE)])
             left -= _finished(moved)
             ready = [episode for episode in moved if episode.phase is Stage.POLICY]
@@ -130,7 +131,7 @@ class Episodes:
     def _generate(
         self, live: Sequence[Episode], calls: EpisodeCalls, version: int, step: int, journal: Journal | None
     ) -> dict[Episode, Sample]:
-        """Generate a turn of each episode, and return the turns that no episode has taken yet. Collective."""
+        """Generate a turn of each episode, and return the turns that `EarlyTurns` has not used. Collective."""
         requests = [episode.request() for episode in live]
         asked = asked_turns(live, requests)
         early = EarlyTurns(asked, calls, journal)

@@ -68,7 +68,9 @@ class Evaluator:
         return self.evaluate(step) if due else {}
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return `val/accuracy`, `val/reward`, `validation_metrics` and seconds after `step` steps. Collective.
+        """Evaluate the policy after `step` steps. Collective.
+
+        Return `val/accuracy`, `val/reward`, the `validation_metrics` and the seconds that the evaluation took.
 
         With environments, also return `val/env_failed`. All other metrics leave out prompts with a failed episode.
 

@@ -25,8 +25,8 @@ class PartialRollouts:
     """Generates until this rank's share of a batch is complete, and continues the other responses in later steps.
 
     A share is the number of a rank's prompts in a batch. A step draws new prompts (`_drawn`), generates with its
-    weights until one share is complete, and removes this share: oldest weights first, then by uid. Servers continue the
-    other prompts while the ranks train (`begin`); a prompt begins when a server has a free slot.
+    weights until one share is complete, and trains on this share: prompts with the oldest tokens first, then by uid.
+    Servers continue the other prompts while the ranks train (`begin`); a prompt begins when a server has a free slot.
 
     No token gets older than `max_staleness` steps. The engine waits for groups that are due in this step, because
     dropping old responses would drop mostly long ones. If more than a share is due (after a change of the number
@@ -95,7 +95,7 @@ class PartialRollouts:
         self._top_up(share)
         coordinator = self.generation.coordinator
         while any(coordinator.all_gather(self._missing(share, version) != [])):
-            # With the journal of another number of ranks, a generation may end before the quotas are reached.
+            # After a change of the number of ranks, a generation from the journal may end before it reaches the quotas.
             self.generation.score_early(self.begun)
             unfinished, quotas = self._unfinished(), self._missing(share, version)
             self._update(self.generation.advance(unfinished, quotas, stats, version=version, step=step))

@@ -28,7 +28,7 @@ class PolicySampler:
     background: bool = False
     """Whether `engine` is a `BackgroundEngine`, which generates while the ranks train."""
     seconds: float = field(default=0.0, init=False)
-    """Seconds of generation on this rank so far. Weight syncs do not count, because ranks wait for each other there."""
+    """Seconds of generation on this rank so far. Without weight syncs, because ranks wait for each other in a sync."""
     sync_seconds: float = field(default=0.0, init=False)
     """Seconds of weight syncs since the last call of `metrics`."""
     _version: int | None = field(default=None, init=False)
@@ -108,8 +108,10 @@ class PolicySampler:
         self.runs = True
 
     def exchange(self, requests: Sequence[Request], *, wait: bool) -> list[Sample]:
-        """Add requests to the generation in the background, and return this rank's samples that are complete since the
-        last call, as `BackgroundEngine.exchange`. Collective."""
+        """Add requests to the background generation. Return this rank's newly complete samples. Collective.
+
+        Newly complete means since the last call (see `BackgroundEngine.exchange`).
+        """
         started = time.monotonic()
         samples = cast(BackgroundEngine, self.engine).exchange(requests, wait=wait)
         self.seconds += time.monotonic() - started

@@ -31,7 +31,7 @@ class RolloutViewer:
     """Rollouts per step over all ranks; -1 for all."""
     coordinator: Coordinator
     own_prompts: bool = True
-    """Whether a group's prompt is the data's prompt. Environments add their tools and the text of `reset`."""
+    """Whether a group's prompt is the data's. Environments make it False: they add tools and the text of `reset`."""
 
     def shown(self, groups: Sequence[Group], advantages: Sequence[float]) -> list[ShownSample]:
         """Return the picked rollouts of all ranks on the leader, and an empty list on other ranks. Collective.
@@ -122,8 +122,10 @@ def _shown(
 
 
 def _parts_of(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
-    """Return the response as successive texts, each with its writer: the policy, its environment, or `history` for a
-    history that an agent rewrote, with which a new row begins."""
+    """Return the response as successive texts, each with its writer.
+
+    The writer is `policy`, `environment`, or `history`: a history that an agent rewrote, with which a new row begins.
+    """
     bounds = [0, *(bound for span in sample.observations for bound in span), len(sample)]
     texts = [str(tokenizer.decode(sample.token_ids[start:end])) for start, end in pairwise(bounds)]
     forks = {start for start, _ in sample.forks}

@@ -11,7 +11,7 @@ from rlhf.launch.hangs import HangDetector
 from rlhf.launch.interface import RankExit, Ranks
 from rlhf.launch.stop_request import StopRequest
 
-# Time for the peers of a dead rank to notice its death and write their errors. In an NCCL collective they never do.
+# Time for the peers of a dead rank to notice its death and log errors. In an NCCL collective, peers never notice.
 PEER_GRACE_S = 5.0
 # A process that survives SIGKILL is stuck in the kernel (a wedged GPU or disk). The attempt then ends without it.
 _KILL_TIMEOUT_S = 10.0

@@ -42,7 +42,7 @@ class AttemptResult:
     """Ranks that the supervisor killed."""
     hang: Hang | None = None
     idle: bool = False
-    """Whether a stop was requested before any rank had reached a step, so that all were killed at once."""
+    """Whether a stop was requested before any rank had reached a step, so the supervisor killed all ranks at once."""
 
 
 class Ending(Enum):
@@ -88,7 +88,7 @@ def first_cause(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> int 
 def cause_of(attempt: AttemptResult, statuses: dict[int, RankStatus]) -> str:
     """Return a text that is equal for crashes with the same cause: how the first rank ended, and its error.
 
-    Ranks, steps and other numbers do not count.
+    Differences in ranks, steps and other numbers do not change the text.
     """
     rank = first_cause(attempt, statuses)
     if rank is None:

@@ -89,7 +89,7 @@ def _frames(late: Overdue, stacks: Stacks, status: RankStatus | None) -> list[st
 
 
 def frames_of(dump: str, thread: int) -> list[str]:
-    """Return a thread's frames in the newest dump of `faulthandler`, innermost first; empty if it is not in `dump`."""
+    """Return a thread's frames in the newest dump of `faulthandler`, innermost first; empty without the thread."""
     blocks = re.findall(rf"hread 0x0*{thread:x}\b[^\n]*:\n((?:  [^\n]*\n?)*)", dump)
     return [line.strip() for line in blocks[-1].splitlines()] if blocks else []
 

@@ -57,7 +57,7 @@ class WatchedRanks(Protocol):
 
 
 class Ranks(WatchedRanks, Protocol):
-    """The ranks of one attempt. Requests to ranks that have ended are ignored."""
+    """The ranks of one attempt. A stop request to a rank that has ended does nothing."""
 
     def ended(self, wait_s: float) -> dict[int, RankExit]:
         """Return the ranks that ended since the last call. Wait up to `wait_s` seconds for the first end."""

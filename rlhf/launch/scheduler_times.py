@@ -6,7 +6,7 @@ SPARE_S = 60
 """Seconds between the end of `trainer.preempt_grace_s` and the scheduler's kill, for the last processes to end. SLURM
 may send its signal this much early or late."""
 PEERS_S = 120
-"""Seconds after the end of one rank until the ranks that wait for it are killed."""
+"""Seconds after the end of one rank until srun or the pod kills the ranks that wait for it."""
 
 
 def stop_notice_s(trainer: TrainerConfig) -> int:

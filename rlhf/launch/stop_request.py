@@ -1,4 +1,4 @@
-"""Receives requests to stop the run in the supervisor: a signal (`rlhf.ranks.stop`) or a failed callback."""
+"""Receives, in the supervisor, requests to stop the run: a signal (`rlhf.ranks.stop`) or a failed callback."""
 
 import signal
 import threading
@@ -19,7 +19,7 @@ _received: list[int] = []
 def signals_received() -> int:
     """Return how many stop signals this process has received while a run trained.
 
-    A run whose last step is under way finishes in spite of a signal, so its exit code does not tell.
+    A run whose last step is under way finishes in spite of a signal, so its exit code does not show that a signal came.
     """
     return len(_received)
 

@@ -183,8 +183,10 @@ def _report_crash(
     starter: RankStarter,
     problems: Sequence[str],
 ) -> None:
-    """Log and record a crash. Log the evidence if ranks hung, the failed rank left an error, this node has `problems`,
-    or the run ends."""
+    """Log and record a crash.
+
+    Log the evidence, too, if ranks hung, the failed rank left an error, this node has `problems`, or the run ends.
+    """
     t, step = config.trainer, evidence.furthest_step(statuses)
     what = evidence.describe_crash(attempt, statuses)
     how = evidence.report(attempt, t.ranks, statuses, checkpoint, t, problems)

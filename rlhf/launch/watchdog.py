@@ -85,11 +85,10 @@ class Watchdog:
             self._saves[rank] = _Place(event, stamp, self._watched)
 
     def overdue(self, now: float, alive: Collection[int], *, save: bool) -> tuple[list[Overdue], bool]:
-        """Return the overdue phases of the background saves or of the loops, and whether any rank is
-        within its deadline.
+        """Return the overdue phases, oldest first, and whether any rank is within its deadline.
 
-        The oldest phase comes first. While any rank is within its deadline there is no hang, because an overdue rank
-        may wait for a peer whose phase may take longer.
+        With `save`, check the background saves, otherwise the loops. While any rank is within its deadline there is no
+        hang, because an overdue rank may wait for a peer whose phase may take longer.
         """
         self._advance(now)
         here = {rank: place for rank, place in (self._saves if save else self._loops).items() if rank in alive}

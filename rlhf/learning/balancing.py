@@ -157,7 +157,7 @@ def _in_lockstep(
     """Return `count` micro-batches for each rank. The k-th micro-batches of all ranks cost about the same.
 
     Each micro-batch takes samples up to a target cost: the cost of the longest sample left on any rank or, if larger,
-    the largest cost left on a rank divided by the micro-batches left.
+    the largest cost left on a rank divided by the number of micro-batches left.
     """
     waiting = [_Waiting(samples, budget) for samples in ranks]
     plan: list[list[list[Placed]]] = [[] for _ in ranks]

@@ -82,7 +82,7 @@ class Advantages:
         metrics |= _advantage_metrics(credit.advantages, credit.mask)
         if joined is not None:
             returns = None if credit.returns is None else joined.split(credit.returns)
-            # The same object as the batch's mask says that no token was masked.
+            # Returning the batch's own mask object shows callers that no token was masked.
             of_rows = batch.response_mask if credit.mask is mask else joined.split(credit.mask)
             credit = Credit(joined.split(credit.advantages), returns, of_rows)
         return credit, metrics

@@ -32,7 +32,7 @@ class PredictedTokens:
     def of(cls, model: nn.Module, batch: Batch) -> "PredictedTokens":
         ids, mask, sizes = batch.input_ids.long(), batch.response_mask, batch.sizes
         packed = lay_out(model, ids, sizes[0] + sizes[1])
-        # `nonzero` would wait for the device to learn the number of tokens.
+        # `nonzero` would make the host wait until the device has counted the tokens.
         rows, columns = torch.nonzero_static(mask, size=int(sizes[2].sum())).unbind(1)
         sequence_positions = batch.prompt_lengths[rows] + columns
         labels = ids[rows, sequence_positions]

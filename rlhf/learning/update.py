@@ -93,7 +93,7 @@ def update(
         micro_batch_loss: computes loss and metrics of a micro-batch, divided by the denominators of its mini-batch.
         who: `actor` or `critic`.
         shuffle: draws new mini-batches for each later epoch; None reuses the first epoch's mini-batches.
-        before: receives the batch and the next mini-batch's rows, by micro-batch; returns the batch with them set.
+        before: receives the batch and the next mini-batch's rows, by micro-batch; returns the batch to train on.
         after: receives the metrics of an optimizer step and returns further metrics. Not called if no rank had a token.
     """
     if guards.rejected is not None:

@@ -29,8 +29,8 @@ def check_adapter_folder(lora: LoraConfig, model_path: str, *, needed: bool = Tr
     """Check the peft folder `model.lora.path`, unless the run resumes from a checkpoint with adapters (not `needed`).
 
     Raises:
-        UserError: the folder is missing, is not an intact plain LoRA adapter, has other settings, or belongs to another
-            base model.
+        UserError: the folder is missing, is not an intact plain LoRA adapter, differs from `model.lora`, or belongs to
+            another base model.
     """
     if not lora.enabled or lora.path is None or not needed:
         return

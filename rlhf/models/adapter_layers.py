@@ -82,7 +82,7 @@ def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     if not names:
         raise UserError(
             f"model.lora.exclude_modules={list(config.exclude_modules)}: excludes every layer that "
-            "model.lora.target_modules selects. Exclude fewer."
+            "model.lora.target_modules selects. Exclude fewer layers."
         )
     _check_rank(model, config.rank, names)
     return names

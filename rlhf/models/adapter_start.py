@@ -72,8 +72,8 @@ def fill_from_folder(shards: Shards, folder: Path) -> None:
             whole = opened.get_tensor(stored[name])
             if not whole.isfinite().all():
                 raise UserError(
-                    f"model.lora.path={folder}: {WEIGHTS} has values in {name} that are not finite, so its training "
-                    "failed. Use an earlier adapter."
+                    f"model.lora.path={folder}: {WEIGHTS} has values in {name} that are not finite, so the adapter's "
+                    "training failed. Use an earlier adapter."
                 )
             copy_slice(shard, whole)
 
@@ -88,11 +88,11 @@ def _reading(folder: Path) -> Iterator[tuple[Any, dict[str, str]]]:
             if len(stored) < len(names):
                 raise UserError(
                     f"model.lora.path={folder}: {WEIGHTS} has adapters twice, with and without {PREFIX!r} before their "
-                    "names. Save it with peft."
+                    "names. Save the adapter with peft."
                 )
             yield opened, stored
     except (OSError, SafetensorError) as error:
-        raise UserError(f"model.lora.path={folder}: {WEIGHTS} can't be read: {error}. Restore it.") from error
+        raise UserError(f"model.lora.path={folder}: {WEIGHTS} can't be read: {error}. Restore the file.") from error
 
 
 def copy_slice(shard: Shard, whole: Tensor) -> None:

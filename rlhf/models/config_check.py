@@ -249,7 +249,7 @@ def _lacks(table: str, kind: str) -> bool:
 
 @cache
 def architectures(table: str) -> frozenset[str]:
-    """Return the values of model_type in `table` of the installed transformers; empty if its files have changed."""
+    """Return the values of model_type in `table` of the installed transformers; empty without the table."""
     files = ("auto_mappings.py", "configuration_auto.py") if table == KNOWN else ("modeling_auto.py",)
     folder = _transformers() / "auto"
     text = "".join((folder / file).read_text(encoding="utf-8") for file in files if (folder / file).is_file())

@@ -85,7 +85,7 @@ def check_small_files(prefix: str, folder: Path, *, tokenizer: bool) -> None:
     for name in objects:
         content = _json_object(prefix, folder / name)
         if name == "tokenizer.json" and content is not None and not isinstance(content.get("model"), dict):
-            raise UserError(f"{prefix}: {name} is not a tokenizer: it has no model. Copy or fetch it again.")
+            raise UserError(f'{prefix}: {name} is not a tokenizer: it has no object "model". Copy or fetch it again.')
 
 
 def _file_problem(path: Path, *, may_be_folder: bool) -> str | None:

@@ -302,7 +302,7 @@ def hf_files(
     generation_config: Any,
     base: PretrainedConfig | None = None,
 ) -> dict[str, bytes]:
-    """Return the small files of a Hugging Face folder by name, so that an exported model opens like any other.
+    """Return the small files of a Hugging Face folder by name, with which transformers opens an exported model.
 
     Args:
         hf_config: configuration of the model in training.

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SMALL_SUFFIXES = (".json", ".jinja", ".model", ".txt")
-"""Suffixes of the files that are sent to ranks that do not see the folder."""
+"""Suffixes of the small files that the reader sends to all ranks."""
 CODE_SUFFIX = ".py"
 HEADERS = "headers"
 SAMPLE_BYTES = 1 << 16
@@ -68,7 +68,7 @@ def find_files(
 
     Args:
         loading: `model.loading`.
-        scratch: folder below which a rank that does not see the model writes the small files.
+        scratch: folder below which a rank without the reader's files, or with different files, writes the small files.
 
     Raises:
         UserError: on every rank, if no rank sees or downloads the folder, or a file is unreadable; with
@@ -92,7 +92,7 @@ def find_files(
 
 
 def _find_folder(source: ModelSource, loading: str, coordinator: Coordinator) -> tuple[Path, list[str | None]]:
-    """Return the model's folder, downloaded for a Hub name, and `_quick_hash` by rank (None if it lacks the folder)."""
+    """Return the model's folder, downloaded for a Hub name, and `_quick_hash` by rank (None without the folder)."""
     folder = Path(source.path).expanduser()
     seen = _hash_by_rank(source, folder, _has_model, coordinator)
     if any(seen):

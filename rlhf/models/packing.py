@@ -32,7 +32,7 @@ def lay_out(model: nn.Module, ids: Tensor, lengths: ArrayLike) -> TokenRows:
     """Lay out the first `lengths` [N] tokens of each row of `ids` [N, L]: in one row after `pack`, else right-padded.
 
     Padding needs no mask: with causal attention, a real token never attends to padding on its right. `lengths` are on
-    the host, so that no shape waits for the device.
+    the host, so that the host computes shapes without waiting for the device.
     """
     device, width = ids.device, ids.shape[1]
     if not is_packed(model):
@@ -87,7 +87,7 @@ def is_packed(model: nn.Module) -> bool:
 
 
 def cache_argument(forward: Callable[..., Any]) -> str:
-    """Return the name of the KV cache among the arguments of a model's `forward`, which transformers 5.24 renamed."""
+    """Return the name of the KV cache argument of a model's `forward`; transformers 5.24 renamed this argument."""
     return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 

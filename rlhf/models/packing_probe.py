@@ -15,8 +15,8 @@ from rlhf.ranks.collectives import any_rank
 log = logging.getLogger(__name__)
 LENGTHS = (9, 1, 17, 4, 4)  # lengths of the probe's sequences in tokens
 TOLERANCE, COARSE_TOLERANCE = 1e-3, 5e-2
-"""Largest relative difference of a token's hidden state, in float32 and in 16-bit types. Mixed sequences differ by 0.1
-or more somewhere."""
+"""Largest relative difference of a token's hidden state, in float32 and in 16-bit types. If sequences attend to
+each other, some token differs by 0.1 or more."""
 PACKING_ERRORS = (TypeError, ValueError, AttributeError, KeyError, NotImplementedError)
 """Exceptions that a model may raise for unexpected arguments."""
 
@@ -51,7 +51,7 @@ def log_choice(setting: str, wanted: bool | None, reason: str | None, device: to
 
 @torch.no_grad()
 def packing_problem(model: nn.Module) -> str | None:
-    """Return the reason why the model cannot pack sequences; or None, and leave packing on. Collective.
+    """Switch packing on and return None, or return the reason why the model cannot pack sequences. Collective.
 
     Compare one packed row with a pass per sequence, at the head's input: a value head of zeros would hide every
     difference. The tokens are fixed, and no random numbers are drawn.

@@ -3,8 +3,8 @@
 A dense mask of a row of T tokens has T x T entries, most of them wasted. Here transformers' own function computes the
 sequences of each length as a batch; on a GPU, one kernel computes the whole row if possible (`varlen_attention.py`).
 Results are exact, and masks are as long as one sequence.
-Registered with transformers as `sdpa_by_sequence` and `eager_by_sequence`; without `sequence_runs` they equal `sdpa`
-and `eager`.
+This module registers the implementations `sdpa_by_sequence` and `eager_by_sequence` with transformers. Without
+`sequence_runs`, their results equal those of `sdpa` and `eager`.
 """
 
 import sys

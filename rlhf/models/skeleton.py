@@ -22,7 +22,7 @@ def skeleton(
     another weight although the files have both. A head may be missing in the files.
 
     `load_from` lets transformers map names, find missing weights and create buffers. The loaded tensors are stand-ins,
-    views of one small tensor. If a weight of the loaded model is still a stand-in, transformers took the file's tensor
+    views of one small tensor. If a weight of the loaded model is still a stand-in, transformers uses the file's tensor
     unchanged. Strides differ in every dimension, so that a transposed view is recognised.
     """
     tensors = stand_ins(headers)

@@ -1,4 +1,4 @@
-"""Keeps a text from containing special tokens, so that it cannot end its message and speak for another role."""
+"""Removes or breaks special tokens in a text, so that the text cannot end its message and continue as another role."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ class SpecialTexts:
         return text
 
     def harmless(self, text: str) -> str:
-        """Return the text with a space in the names of special tokens."""
+        """Return the text with a space after the first character of each special token."""
         for special in self._texts:
             text = text.replace(special, f"{special[0]} {special[1:]}")
         return text

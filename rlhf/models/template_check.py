@@ -16,7 +16,7 @@ _SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep",
 def check_template(name: str, template: str | None) -> None:
     """Check the chat template in the file `template`, or if that is None, in the model folder `name`.
 
-    Every Hub name is accepted, and a tokenizer with its own class needs no template.
+    This function does not check Hub names. A tokenizer with its own class needs no template.
 
     Raises:
         UserError: the template is missing, not UTF-8, not valid Jinja, or never uses `messages`.
@@ -111,11 +111,11 @@ def check_syntax(where: str, text: str) -> None:
     except RecursionError as error:
         raise UserError(f"{where}: not a valid chat template: nested too deeply. Simplify it.") from error
     if all(name.name != "messages" for name in tree.find_all(nodes.Name)):
-        raise UserError(f"{where}: not a chat template: it would print no prompt without `messages`. Correct it.")
+        raise UserError(f"{where}: not a chat template: it never uses `messages`, so it prints no prompt. Correct it.")
 
 
 def _templates(folder: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield file, name and text of all chat templates in `folder`; if two have the same name, the first counts."""
+    """Yield file, name and text of all chat templates in `folder`; of two with the same name, the first applies."""
     if (path := folder / "chat_template.jinja").is_file():
         yield path.name, _DEFAULT, read_template(path)
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):

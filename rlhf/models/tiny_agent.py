@@ -2,8 +2,9 @@
 
 Training continues from the tiny policy (`rlhf.models.tiny`) on written episodes. In most of them a sloppy student
 guesses one number after the other, and adds only two of three terms. In the others a careful student halves the range,
-and calls the calculator. Greedy decoding is therefore mostly wrong, but careful episodes are within reach of
-reinforcement learning. `python -m rlhf.models.tiny_agent` trains the policy again, and writes the rows of the game.
+and calls the calculator. Greedy decoding is therefore mostly wrong, but sampling also gives careful episodes,
+which reinforcement learning can make more likely. `python -m rlhf.models.tiny_agent` trains the policy again, and
+writes the rows of the game.
 """
 
 import argparse
@@ -78,7 +79,7 @@ def guesses(low: int, secret: int, careful: bool) -> Turns:
 
 
 def sums(entry: dict, careful: bool) -> Turns:
-    """Return the turns of a problem: a call and its result, or the sum of the first two terms at once."""
+    """Return the turns of a problem: a calculator call and the answer, or only the sum of the first two terms."""
     expression = entry["metadata"]["expression"]
     if careful:
         return [(f"<calc({expression})>", entry["answer"]), (entry["answer"], None)]

@@ -98,7 +98,7 @@ def _norm(model: ModelShapes, size: int, width: int, *, layer_norm: bool) -> int
 
 
 def head_gradient_bytes(predicted: int, vocabulary: int, device: str) -> int:
-    """Return the maximum bytes of stored logit gradients, which wait for the product that gives the head's gradient."""
+    """Return the maximum bytes of logit gradients, stored until one product adds them to the head's gradient."""
     return min(4 * predicted * vocabulary, HEAD_GRADIENT_BYTES[device])
 
 

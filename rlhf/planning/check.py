@@ -22,7 +22,7 @@ def target_of(config: Config, device_memory: int | None = None, ranks: int | Non
     """Return the devices of a run.
 
     Args:
-        device_memory: bytes of each GPU of another machine; None for this machine's devices.
+        device_memory: bytes for each rank on another machine (with CUDA, of its GPU); None for this machine's devices.
         ranks: ranks on all machines; None for the ranks that this command starts, or that torchrun has started.
     """
     here, _ = number_of_ranks(config)
@@ -41,7 +41,7 @@ def models_of(config: Config, *, from_config: bool) -> Models | None:
 
     Args:
         from_config: if a model's files do not determine its shapes, build it on the meta device, which imports torch.
-            Otherwise return None for such a model.
+            Otherwise return None if there is such a model.
 
     Raises:
         UserError: with `from_config`, a model does not exist, or transformers does not support its config.json.
@@ -71,7 +71,10 @@ def models_of(config: Config, *, from_config: bool) -> Models | None:
 
 
 def plan_of(config: Config) -> tuple[Models, Plan] | None:
-    """Return the plan of a run on this machine; None if headers of model files are not enough. Imports no torch."""
+    """Return the models and the plan of a run on this machine; None if headers of model files are not enough.
+
+    Imports no torch.
+    """
     models = models_of(config, from_config=False)
     return None if models is None else (models, memory_plan(config, models, target_of(config)))
 
@@ -103,8 +106,8 @@ def check_engine(config: Config) -> None:
 def engine_share(config: Config, *, trains: bool) -> float:
     """Return the fraction of a GPU's memory for vLLM in the ranks.
 
-    This is the setting, or else what training (`trains`) or an evaluation leaves; a default if the memory plan is
-    unknown.
+    This is `rollout.gpu_memory_utilization`, or else the fraction that training (`trains`) or an evaluation leaves. If
+    the memory plan is unknown, this is a default.
     """
     models = models_of(config, from_config=False)
     if models is None:

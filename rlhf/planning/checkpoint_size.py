@@ -32,7 +32,10 @@ class CheckpointSize:
 
     @property
     def published(self) -> int:
-        """Bytes of all snapshots on the tmpfs for each rank of a node: its parts, and copies of other nodes' parts."""
+        """Bytes on the tmpfs for each rank of a node: its parts of all snapshots, and copies of other nodes' parts.
+
+        Includes the snapshot that is being written.
+        """
         return (SNAPSHOTS + 1) * (1 + self.replicas) * self.snapshot
 
 

@@ -13,7 +13,7 @@ from rlhf.planning.remedies import Effect, candidates, changed_config, is_allowe
 Change = tuple[str, Any]
 """A setting and its new value."""
 EFFECTS: tuple[Effect, ...] = ("speed", "precision")
-"""Effects of changes that leave the training as it is, in the order in which they are tried."""
+"""Effects of changes that do not change the training, in the order in which `_from` tries them."""
 GIB = 1 << 30
 LARGEST_MEMORY = 1 << 42
 MOST_RANKS = 1 << 14
@@ -56,7 +56,7 @@ def combination(config: Config, models: Models, plan: Plan) -> FittingChanges:
 
 
 def _from(config: Config, models: Models, target: Target, base: Sequence[Change]) -> FittingChanges | None:
-    """Return the changes `base` with others that affect only speed or precision; None if the rules forbid `base`.
+    """Return the changes `base` and further changes of only speed or precision; None if the rules forbid `base`.
 
     Make the first of the `candidates` that brings the plan nearer to fitting, again and again, until none does: first
     only changes of speed, then also of precision. If the run then fits, undo each change that is not needed, the last

@@ -202,10 +202,10 @@ def devices_needed(found: FittingChanges) -> str:
     ways += [] if found.ranks is None else [f"{found.ranks:,} {kind}s"]
     if not ways:
         if found.plan.fits_host:
-            return "It needs a smaller model."
+            return "The run needs a smaller model."
         problem = host_problem(found.plan)
         return problem[0].upper() + problem[1:]
-    return f"With these settings it needs {', or '.join(ways)}."
+    return f"With these settings the run needs {', or '.join(ways)}."
 
 
 def plan_document(

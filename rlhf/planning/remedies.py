@@ -69,7 +69,11 @@ def _smaller_budgets(role: str) -> Values:
 
 
 def _smaller_share(config: Config, plan: Plan) -> Iterable[float]:
-    """Return the fraction of a GPU that the rest of the peak leaves to the engine, if the engine's weights fit."""
+    """Return the fraction of a GPU that the rest of the peak leaves to the engine.
+
+    Return nothing if `rollout.gpu_memory_utilization` is null or not higher, if the peak has no engine cache, or if the
+    engine's weights do not fit into the fraction.
+    """
     given, memory = config.rollout.gpu_memory_utilization, plan.target.memory
     engine = sum(size for name, size in plan.peak.items.items() if name.startswith("engine "))
     if memory is None or given is None or "engine cache" not in plan.peak.items:
@@ -117,7 +121,7 @@ TABLE = (
 
 
 def remedies(config: Config, models: Models, plan: Plan) -> list[Remedy]:
-    """Return the changes that lower the peak by at least one percent, largest first."""
+    """Return the allowed changes that lower the peak by at least one percent, the largest saving first."""
     found = []
     for row, value in candidates(config, plan):
         target = plan.target if row.effect != "devices" else replace(plan.target, ranks=value)

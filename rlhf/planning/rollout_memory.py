@@ -52,7 +52,7 @@ def vllm_token_bytes(model: ModelShapes, rollout: RolloutConfig, longest: int) -
 
 
 def free_share(device_memory: int, taken: int) -> float:
-    """Return the fraction of the memory that `taken` bytes and a tenth of slack leave, in steps of 0.05."""
+    """Return the fraction of the memory that `taken` bytes and a tenth of slack leave, in steps of 0.05 from 0.05."""
     share = math.floor(20 * (LARGEST_SHARE - taken / device_memory)) / 20
     return min(max(share, 0.05), LARGEST_SHARE)
 
@@ -144,7 +144,7 @@ def _embedded(
     prompts = math.ceil(rows / rollout.n)
     prefill = min(max(PREFILL_TOKENS, prompt), prompts * prompt)
     # The cache grows layer by layer, so one layer at a time has both its old and its new columns. The keys of a
-    # prefilled prompt stay until free rows have taken all its samples.
+    # prefilled prompt stay until each of its samples has a row.
     cache = per_token * (rows * columns + prefill) + per_token * rows * columns // max(len(model.layers), 1)
     float32 = 2 + (rollout.temperature != 1)
     return {

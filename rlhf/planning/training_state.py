@@ -92,8 +92,9 @@ def elements(weights: Shapes) -> int:
 def gathered(model: ModelShapes, units: Mapping[str, int], config: BackendConfig, ranks: int) -> int:
     """Return the bytes of gathered weights in a pass of FSDP2; `units` has the bytes of each unit.
 
-    The root, a unit and the next unit are gathered at the same time. With two or more ranks there is also the flat
-    all-gather buffer (torch.distributed.fsdp._fully_shard._fsdp_collectives).
+    Without `reshard_after_forward`, all units stay gathered. Otherwise the root, a unit and the next unit are gathered
+    at the same time, and with two or more ranks there is also the flat all-gather buffer
+    (torch.distributed.fsdp._fully_shard._fsdp_collectives).
     """
     if not config.reshard_after_forward:
         return sum(units.values())

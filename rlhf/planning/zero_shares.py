@@ -84,6 +84,7 @@ class ZeroShares:
 
         Stage 1 reduces gradients only in the optimizer's step. With float32 passes the step needs the larger of the
         bucket and the ranks' parts. With bfloat16 passes the step needs a float32 copy of the bucket to send.
+        Stage 2 with bfloat16 passes has no temporaries.
         """
         if self.stage == 1:
             parts = self.share * (2 if self.ranks > 1 else 1)

@@ -22,8 +22,10 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 def pick_device(name: str) -> torch.device:
-    """Return this rank's device. `auto` is CUDA if CUDA is available, else the CPU. A rank that sees several GPUs takes
-    the GPU of its local rank. A rank that sees one GPU takes this GPU: `srun --gpus-per-task=1` hides the others.
+    """Return this rank's device; `auto` is CUDA if CUDA is available, else the CPU.
+
+    A rank that sees several GPUs uses the GPU of its local rank. A rank that sees one GPU uses this GPU: `srun
+    --gpus-per-task=1` hides the others.
 
     Raises UserError if the rank sees several GPUs, but none with the number of its local rank.
     """
@@ -99,7 +101,7 @@ def _agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: ti
 
     torchrun keeps one store over its restarts, in which new ranks would find the addresses of dead ranks. torchrun's
     restart count does not distinguish the starts, because each node counts by itself. So each rank sends rank 0 a
-    random key, waits for the name under that key, and confirms it. No earlier start can have written under that key.
+    random key, waits for the name under that key, and confirms the name. No earlier start can have written that key.
 
     Raises:
         DistStoreError: some ranks did not start within `timeout`.
@@ -114,7 +116,7 @@ def _agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: ti
     while waiting:
         for peer in waiting:
             if store.check([f"asks/{peer}"]):
-                # A dead rank may have written this key. The new rank will overwrite the key, and this loop then
+                # A dead rank may have written `asks/PEER`. The new rank will overwrite the key, and this loop then
                 # answers again.
                 store.set(f"answer/{store.get(f'asks/{peer}').decode()}", own)
         waiting = {peer for peer in waiting if not store.check([f"knows/{own}/{peer}"])}
@@ -146,8 +148,10 @@ def all_gather(tensor: Tensor) -> Tensor:
 
 
 def gather_from(ranks: dims.RankGroup, tensor: Tensor) -> Tensor:
-    """Stack the tensors of all `ranks`, all of the same shape, to [ranks, ...]. Collective over `ranks`. With one rank,
-    the result is a view of `tensor`."""
+    """Stack the tensors of all `ranks`, all of the same shape, to [ranks, ...]. Collective over `ranks`.
+
+    With one rank, the result is a view of `tensor`.
+    """
     if ranks.size == 1:
         return tensor[None]
     gathered = tensor.new_empty(ranks.size, *tensor.shape)

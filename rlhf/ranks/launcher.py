@@ -31,7 +31,7 @@ _HANDLED = (*STOP_SIGNALS, signal.SIGCHLD)
 
 
 def fork_problem() -> str | None:
-    """Return the reason why a fork of this process is not safe, or None if it is safe."""
+    """Return why a fork of this process is not safe, in words that call the process "it"; None if a fork is safe."""
     torch = sys.modules.get("torch")
     if (torch is not None and torch.cuda.is_initialized()) or _has_cuda_open():
         return "CUDA is initialized in it"

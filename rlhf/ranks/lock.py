@@ -84,7 +84,10 @@ def shared_lock(path: Path, setting: str) -> Iterator[None]:
 
 @contextmanager
 def run_lock(run_dir: Path, remedy: str = ANOTHER_DIRECTORY) -> Iterator[None]:
-    """Lock the run directory. Raise UserError if another run has the lock (with `remedy`), or if there are no locks."""
+    """Lock the run directory.
+
+    Raise UserError if another run has the lock (the message ends with `remedy`), or if the file system has no locks.
+    """
     # Promise 12.
     fd = _lock_run(run_dir)
     for _ in range(LOOKS):
@@ -106,7 +109,7 @@ def run_lock_together(run_dir: Path, coordinator: Coordinator) -> Iterator[None]
     """Lock the run directory for all ranks of one launch, on each disk if nodes have disks of their own. Collective.
 
     The first rank that locks a directory writes the launch into the lock file. The other ranks then share the lock. The
-    lock is free when the last rank has left or died.
+    lock is free when the last rank has left the `with` block or died.
 
     Raises:
         UserError: on every rank, if another run has a lock, or a file system has no locks. No file but the lock file
@@ -146,8 +149,10 @@ def run_lock_together(run_dir: Path, coordinator: Coordinator) -> Iterator[None]
 
 
 def _lock_run(run_dir: Path, launch: str = "") -> int | None:
-    """Take the run lock, write this process into the lock file, and return the lock's descriptor. Return None if
-    another process has the lock."""
+    """Acquire the run lock, write this process into the lock file, and return the lock's descriptor.
+
+    Return None if another process has the lock.
+    """
     fd = _lock(run_dir / RUN_LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
     if fd is None:
         return None

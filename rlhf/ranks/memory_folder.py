@@ -24,7 +24,8 @@ SETTING = "checkpoint.memory.dir"
 PREFIX = "rlhf-snapshots-"
 LEASE = "lease.lock"
 LEASE_S = 3600.0
-"""For this many seconds after a dead run's last snapshot, other runs do not remove its folder: the run may resume."""
+"""For this many seconds after a dead run's last start or snapshot, other runs do not remove the dead run's folder,
+because the run may resume."""
 SNAPSHOTS = 2
 """Snapshots that are kept."""
 IN_MEMORY = ("tmpfs", "ramfs")
@@ -103,7 +104,7 @@ def _file_system_of(folder: Path) -> str:
 
 @contextmanager
 def lease(folder: Path) -> Iterator[None]:
-    """Create and lock the folder while the `with` body runs. At the end, remove the folder unless it has a snapshot."""
+    """Create the folder, and lock it while the `with` body runs. Then remove the folder unless it has a snapshot."""
     while True:
         make_folder(folder)
         with shared_lock(folder / LEASE, SETTING):
@@ -119,8 +120,11 @@ def lease(folder: Path) -> Iterator[None]:
 
 
 def remove_abandoned(base: str | Path, run_dir: Path, keep: Path | None = None) -> None:
-    """Remove the folders of dead runs, never a living run's folder. Folders of `run_dir`, except `keep`, are removed
-    at any age, other folders `LEASE_S` seconds after their last snapshot. The caller holds the lock of `run_dir`."""
+    """Remove the folders of dead runs, never a living run's folder.
+
+    Remove folders of `run_dir`, except `keep`, at any age. Remove other folders `LEASE_S` seconds after their run's
+    last start or snapshot. The caller must have the lock of `run_dir`.
+    """
     own = folders_of(base, run_dir)
     for folder in _folders(Path(base)):
         if folder == keep or (folder not in own and not _is_old(folder)):

@@ -71,15 +71,19 @@ def state_of(pid: int) -> str:
 
 
 def exit_code_of(pid: int) -> int | None:
-    """Return the exit code (negative for a signal) of a zombie of this user; None if the process runs or is gone. Linux
-    only. A zombie is a process that has ended and that its parent has not waited for."""
+    """Return the exit code (negative for a signal) of a zombie of this user; None if the process runs or is gone.
+
+    A zombie is a process that has ended and that its parent has not waited for. Linux only.
+    """
     fields = _stat(pid)
     return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" else None
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of `/proc/PID/stat` after the name: 0 is the state, 1 the parent, 19 the start time, 49 the
-    status of a process that has ended. Return a state X for a process that is gone."""
+    """Return the fields of `/proc/PID/stat` after the name; only the state X for a process that is gone.
+
+    Field 0 is the state, 1 the parent, 19 the start time, 49 the exit status of a process that has ended.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -13,7 +13,7 @@ PROGRESS_FD = "RLHF_PROGRESS_FD"
 """Variable with the file descriptor of the pipe in a rank. Without it (torchrun, a debugger), nobody reads progress."""
 _LOST = (errno.EAGAIN, errno.EPIPE, errno.EBADF)
 _TOO_MANY = 1 << 63
-"""A message with a count of this size or more is invalid. A float can still represent this number."""
+"""A message with a count of this size or more is invalid. Displays can convert each smaller count to a float."""
 
 
 class ProgressDisplay:

@@ -34,8 +34,10 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def set_rng_state(state: dict[str, Tensor]) -> None:
-    """Restore the generators in `state`. Log a warning if `state` lacks generators, for example of an additional CUDA
-    device."""
+    """Restore the generators in `state`.
+
+    Log a warning if `state` lacks generators of this process, for example for an additional CUDA device.
+    """
     missing = rng_state().keys() - state.keys()
     if missing:
         log.warning("The checkpoint has no RNG state for %s; they keep their seeds.", ", ".join(sorted(missing)))

@@ -25,7 +25,8 @@ SCORED = "reward.scored"
 WAITS_FOR_SCORE = "reward.wait"
 """Events of a thread that scores. The thread has scored a sample, or waits for a score with a deadline."""
 SCORES_EARLY = "reward.early"
-"""Event of the loop when it passes a complete group to a thread that scores, and goes on. It begins no phase."""
+"""Event of the loop when it passes a complete group to a thread that scores. The loop does not wait for the scores, and
+the event begins no phase."""
 
 _OF_SCORES = (SCORES, SCORED, WAITS_FOR_SCORE)
 _PAGE = 4096
@@ -106,7 +107,7 @@ class StatusWriter:
         For threads other than the loop's, this method writes only two kinds of events. Events of a background save,
         from SAVE_BEGINS to SAVE_ENDS, go to `save`. SCORED and WAITS_FOR_SCORE renew the time of the loop's SCORES,
         because the loop then waits for the threads that score. At other times these threads work beside the loop, and
-        the watchdog would take their events for events of the loop.
+        the watchdog would mistake their events for the loop's.
         """
         thread, now = threading.get_ident(), time.monotonic()
         with self._lock:

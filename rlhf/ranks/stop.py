@@ -32,7 +32,7 @@ def exit_on_stop_signal() -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    # Overwrite the terminal's own ^C. Use no stream of Python's: the signal may have interrupted a write.
+    # Overwrite the terminal's own ^C. Do not use Python's streams: the signal may have interrupted a write.
     start = "\r\x1b[K" if os.isatty(2) else ""
     line = f"{start}{signal.Signals(number).name} {IDLE} {RERUN_HINT}\n"
     with suppress(OSError):  # the terminal may have hung up

@@ -53,6 +53,8 @@ class Transport:
         raise ValueError("a single process has no other rank to receive from")
 
     def exchange(self, block: "Tensor", to: int, received: "Tensor", source: int) -> None:
-        """Send `block` to the rank `to` while `received` is filled by the rank `source`. All ranks of a ring may
-        call this at once; a peer may call `send` or `receive` instead."""
+        """Send `block` to the rank `to` while the rank `source` fills `received`.
+
+        All ranks of a ring may call this at once; a peer may call `send` or `receive` instead.
+        """
         raise ValueError("a single process has no other rank to exchange with")

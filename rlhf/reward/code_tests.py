@@ -112,7 +112,7 @@ def _test(given: Any) -> CodeTest:
     expected = [output]
     if isinstance(output, str):
         with contextlib.suppress(ValueError):
-            # If `stdin` is JSON text, so is the output. If it is a list, "101" may be the number or the string.
+            # If `stdin` is JSON text, so is the output. If `stdin` is a list, "101" may be the number or the string.
             expected = [json.loads(output), *([] if isinstance(stdin, str) else [output])]
     # APPS stores some results in a list of one element.
     expected += [each[0] for each in expected if isinstance(each, list) and len(each) == 1]

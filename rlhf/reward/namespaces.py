@@ -94,7 +94,8 @@ def _mount(folder: str, writable: Sequence[str], missing: list[str]) -> str:
 def _at_fixed_path(folder: str, writable: Sequence[str], missing: list[str]) -> str:
     """Show `folder` at FIXED_PATH and return this path.
 
-    Return `folder` if the machine does not allow this, or if it would hide Python, the user's files or `writable`.
+    Return `folder` if the machine does not allow this, or if the mount would hide Python, the user's files or
+    `writable`.
 
     An agent may send paths to the policy, and a resumed run has the same bits only if the paths are the same.
     """

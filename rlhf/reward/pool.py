@@ -77,7 +77,8 @@ class ProcessPool:
             return self._policy.timed_out(items)
         except ProcessDiedError as error:
             died = RewardError(f"{self._verifier}: the reward process died twice ({error}) on {_describe(items)}")
-            # If it was killed from outside, for example because memory ran out, a restart of the run may succeed.
+            # If something else killed the process, for example the kernel when memory ran out, a restart of the run may
+            # succeed.
             if process.stopped or (error.killed and not self._forgive_deaths):
                 raise died from error
             return [self._policy.failed(died, forgive=self._forgive_deaths)] * len(items)

@@ -20,13 +20,14 @@ from rlhf.reward.scores import RewardItem, Score, Scorer
 
 
 class RewardModel(Scorer):
-    """Scores whole chats with a classifier of one label, sharded over all ranks (`backends.fsdp2.shard`) or whole.
+    """Scores chats with a classifier of one label, sharded over all ranks (`backends.fsdp2.shard`) or unsharded.
 
     In any batch, a chat's score equals `module(input_ids)` for the chat alone, up to rounding.
 
     Args:
         module: from `load_reward_model`, on `device`.
-        tokenizer: the reward model's own. It renders the chat by its template; without one, the texts are joined.
+        tokenizer: the reward model's own. It renders a chat by its template. Without a template, the
+            scorer joins the texts.
         config: the model reads the last `max_length` tokens of a chat, or fewer if model or tokenizer allow fewer.
         day: the day for a chat template that prints the date, so that a resume on a later day gives the same scores.
         on_device: the engine's context in which `module` can be called.
@@ -74,7 +75,7 @@ class RewardModel(Scorer):
         return [Score(scores[i]) for i in range(len(items))]
 
     def _micro_batches(self, lengths: list[int]) -> list[list[int]]:
-        """Group items of similar length, to reduce padding, up to the token budget; a longer item is alone."""
+        """Group items of similar length, to reduce padding, up to the token budget. An item over budget is alone."""
         budget, packed = self._config.forward_max_token_len_per_gpu, is_packed(self._module)
         batches: list[list[int]] = []
         room = 0
@@ -102,7 +103,7 @@ class RewardModel(Scorer):
         ]
 
     def _chat(self, item: RewardItem) -> list[dict[str, str]]:
-        """Return the messages without special tokens.
+        """Return the prompt's messages and the response, without special tokens.
 
         With special tokens, a response could continue the chat in another role, for example as a user who praises the
         response.

@@ -37,7 +37,7 @@ _LONGEST = 50_000
 """An error in a reply has at most this many characters, because a reply has at most 1 MiB."""
 
 _CONFINED = (
-    "(Reward processes can write only to HOME and TMPDIR, and have no network and none of your environment variables. "
+    "(Reward processes can write only to HOME and TMPDIR, and have no network and few of your environment variables. "
     "To allow more, set reward.writable, reward.network or reward.pass_env.)"
 )
 _DENIED = (errno.EPERM, errno.EACCES, errno.EROFS)

@@ -1,6 +1,6 @@
 """Determines a reward function's calling convention, and the fields of a sample that it reads.
 
-Functions may follow verl's or TRL's conventions; the names of their parameters decide.
+Functions may follow verl's or TRL's conventions; the names of their parameters decide which.
 """
 
 import ast
@@ -121,7 +121,7 @@ class Signature:
         yield from (name for name in self.named if name not in known and name not in kwargs)
 
     def needs(self, kwargs: dict[str, Any]) -> Iterator[str]:
-        """Yield the columns that must exist; fields of every row are left out."""
+        """Yield the columns that must exist, except the fields of every row."""
         yield from (name for name in self.columns(kwargs) if name in self.required and name not in (*FIELDS, PROMPT))
 
     def problem(self) -> str | None:

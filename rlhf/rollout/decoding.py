@@ -118,7 +118,7 @@ class Decoding:
         return output.logits[:, -1]
 
     def _prefill(self) -> None:
-        """Prefill the next prompts, left-padded. Keep keys, values and logits until all their samples are admitted."""
+        """Prefill the next prompts, left-padded. Keep keys, values and logits until all their samples have rows."""
         first = self.prefilled
         last, before = first + 1, self.ends[first - 1] if first else 0
         longest = self.lengths[first]

@@ -113,7 +113,7 @@ class Quota:
 
 Listener = Callable[[Sequence[Sample]], None]
 """Function that an engine calls in the thread of the rank with new complete samples, perhaps none, while it generates
-others."""
+other samples."""
 
 
 class Completion:
@@ -211,9 +211,11 @@ class BackgroundEngine(PartialEngine, Protocol):
         """Start to generate with the current weights, until `stop`."""
 
     def exchange(self, requests: Sequence[Request], *, wait: bool) -> list[Sample]:
-        """Add requests to the generation of `begin`, and return those of this rank's samples that are complete since
-        the last call, perhaps none. `wait`, the same on every rank: wait a little for them. `stop` does not return the
-        samples of these requests."""
+        """Add requests to the generation of `begin`; return this rank's samples that are complete since the last call.
+
+        `wait`, the same on every rank: wait a little for such samples. `stop` does not return the samples of requests
+        that this method added.
+        """
 
     def stop(self) -> list[Sample]:
         """End the generation of `begin` or `generate_until`, and return the sample of each request.

@@ -85,7 +85,7 @@ class RowCache(Cache):
                 layers.append(RowLayer(self.span, layer.sliding_window))
             elif type(layer) is DynamicLayer:
                 layers.append(RowLayer(self.span))
-            elif type(layer).__name__ == "DummyLayer":  # transformers 5.19, which vLLM needs, has no such class
+            elif type(layer).__name__ == "DummyLayer":  # by name: transformers 5.19, which vLLM needs, lacks it
                 layers.append(layer)
             else:
                 raise UserError(

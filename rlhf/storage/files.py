@@ -172,7 +172,7 @@ class SharedFile:
         return hashing.result()
 
     def write_at(self, position: int, content: memoryview) -> None:
-        """Write bytes at a position of a file that no other process writes."""
+        """Write `content` at `position`. No other process may write to the same 4 MiB block."""
         with _naming(self._path):
             while content:
                 count = os.pwrite(self._descriptor, content[:WRITE_BYTES], position)

@@ -26,7 +26,8 @@ TORCH_NAMES = {
 """safetensors' name of a type -> torch's name."""
 FLOATS = {kind for kind, name in TORCH_NAMES.items() if "float" in name}
 MOST_BYTES = 1 << 60
-"""Upper limit of a tensor's elements and of an index's bytes: above any checkpoint, and safe for sums in int64."""
+"""Upper limit of a tensor's elements and of the bytes of all tensors in an index. No checkpoint reaches the limit, and
+int64 can hold sums up to it."""
 LARGEST = 100_000_000
 """Bytes of the largest header, as in the safetensors library."""
 

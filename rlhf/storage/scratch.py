@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 class Scratch:
     """Creates a folder for this process and a prefix for names in /dev/shm; `close` removes them.
 
-    A killed process leaves both, but the kernel releases its lock on the folder. So the next Scratch of this user on
-    this machine recognises and removes the leftovers.
+    A killed process leaves both, but the kernel releases the process's lock on the folder. So the next Scratch of this
+    user on this machine recognises and removes the leftovers.
     """
 
     def __init__(self, *, large: bool = False) -> None:

@@ -69,5 +69,5 @@ class Carried(Protocol):
         """Return this rank's tensors by name; empty without any. Collective: each save calls it on every rank."""
 
     def load_tensors(self, saved: list[dict[str, Tensor]]) -> None:
-        """Replace this rank's tensors. `saved` lists the `tensors` of the saving ranks whose place this rank takes. The
+        """Replace this rank's tensors. `saved` lists the `tensors` of the saving ranks that this rank replaces. The
         list may be empty, or have several entries if the run has fewer ranks than the save."""

@@ -43,7 +43,7 @@ class HistoryFollower:
             return start + len(file.readline())
 
     def new(self) -> list[Record]:
-        """Return the complete records since the last call, in the file's order."""
+        """Return the records completed since the last call, in the file's order."""
         if not self._path.exists():
             self._known.clear()
             self._base = self._end = 0

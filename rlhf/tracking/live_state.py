@@ -30,7 +30,7 @@ WINDOW = 20
 """Number of newest steps whose mean time predicts the remaining time."""
 FACTOR, SHORTEST_S = 5.0, 300.0
 """Without `trainer.watchdog_timeout_s`, a run counts as hung if it makes no progress for FACTOR times the duration of
-its longest recent step, and at least SHORTEST_S seconds. The watchdog uses the same rule."""
+its longest recent step, and at least SHORTEST_S seconds. The watchdog applies these numbers to each phase."""
 _TIMES = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
 
 

@@ -26,7 +26,7 @@ _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_ARTIFACT_UPLOAD_DOWNLOAD_TIMEOUT": "30",
-    "MLFLOW_DISABLE_TELEMETRY": "true",  # a trainer calls nobody but the server that the user named
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # a trainer sends requests only to the server that the user named
     "MLFLOW_CONFIGURE_LOGGING": "false",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
@@ -56,8 +56,11 @@ def import_client() -> Any:
 
 
 def metric_name(name: str) -> str:
-    """Return a name that MLflow allows; `mean@4` becomes `mean_at_4`, as in verl. A name that is cut, or has characters
-    replaced, ends with its CRC, so that other names do not become the same."""
+    """Return a name that MLflow allows; `mean@4` becomes `mean_at_4`, as in verl.
+
+    A name that is cut or has other characters replaced ends with the original name's CRC, so that different names stay
+    different.
+    """
     allowed = name.replace("@", "_at_")
     clean = _ODD.sub("_", allowed)
     clean = re.sub(r"/{2,}", "/", clean).strip("/")
@@ -78,7 +81,7 @@ def params_of(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 class MlflowRun:
-    """Sends to one run on the server. Errors propagate. After an error, `connect` reads again what the server has."""
+    """Sends to one run on the server. Errors propagate. After an error, call `connect`: it loads the newest steps."""
 
     def __init__(self, trainer: TrainerConfig, config: MlflowConfig, settings: Mapping[str, Any], run_id: str) -> None:
         self._experiment, self._name = trainer.project_name, trainer.experiment_name

@@ -95,7 +95,7 @@ def _summarize(records: Iterable[Record], checkpoint: Path | None) -> dict[str, 
 
 
 def _sources(evaluations: list[Record]) -> dict[str, Any]:
-    """Return the steps of the first and the last evaluation, and each source's metrics in them, None if missing."""
+    """Return the steps of the first and last evaluation, and each source's metrics at these steps (None if missing)."""
     found = source_results(evaluations)
     rows = [
         {"data_source": source, "metric": metric, "values": [results.get((source, metric)) for results in found]}

@@ -23,7 +23,7 @@ ShownSample = Mapping[str, Any]
 """One sample: `split` (`rollout` or `validation`), `uid` (the prompt's position) and `sample` (number within the
 prompt), `data_source`, `prompt` and `response` (texts), `ground_truth`, `score` (whole reward), `rewards` (per reward
 function), `extra` (the functions' further numbers, texts, lists), `advantage` (mean over the policy's tokens; null in a
-validation), `length` (response tokens), `rows` (1, and one for each history that an agent rewrote), `observations`
+validation), `length` (response tokens), `rows` (1, plus 1 each time an agent rewrote its history), `observations`
 (spans [start, end) of response tokens that the policy did not write), `parts` (of an episode: pairs of writer,
 `policy`, `environment` or `history` (rewritten), and text; else null), `tokens` (of a rollout's first tokens: pairs of
 text and log-prob, which is null for a token of the environment; else null),

@@ -19,7 +19,7 @@ class TensorBoard:
         self._writer: Any = None
 
     def start(self, history: History) -> None:
-        """Purge the event files from the first missing step on, and write these steps again from `history`."""
+        """Purge the events from the first missing step on, and write `history` again from the same step on."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.finish()

@@ -97,7 +97,7 @@ class Tracker:
 
         Args:
             saved: `state_dict` at the end of `resume_step`; {} for a checkpoint without this state, such as an import.
-                If its end of the history fits the file, the records before this end are not read.
+                If the end of the history in `saved` fits the file, the records before this end are not read.
 
         Raises:
             UserError: metrics.jsonl is damaged.

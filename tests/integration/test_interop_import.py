@@ -67,7 +67,7 @@ def test_import_prints_imported_and_missing_parts_and_the_start_command(saved, t
         "the position in the training prompts, which start at the first prompt",
     ):
         assert f"\n  {line}\n" in output
-    anew = "It does not continue the old run bit for bit. These start anew:"
+    anew = "The new run does not continue the old run bit for bit. These parts start anew:"
     assert output.index("A new run continues with:") < output.index(anew)
     begin = f"trainer.resume_mode=resume_path trainer.resume_from_path={target}"
     assert f"python -m rlhf.train model.path={target}/actor/huggingface {begin}\n" in output

@@ -39,7 +39,7 @@ class Manifest:
     are always those of the newest format (see `formats`). `fingerprints` map each setting that names files (such as
     `model.path`), by its name in this release, to a hash of the files. `linked` maps each folder of hard links to the
     checkpoint that it shares files with. `metrics` are the metrics of the step. `imported` is the source (`layout` and
-    `path`) of an imported checkpoint, which has no configuration; otherwise it is empty.
+    `path`) of an imported checkpoint, which has no configuration; else `imported` is empty.
     """
 
     step: int

@@ -33,7 +33,7 @@ def export_finished(run_dir: Path, settings: CheckpointConfig, step: int) -> Non
 
     Do nothing if the checkpoint or the folder has this export already. Replace exports of another checkpoint or dtype.
     If other nodes' disks have files of the checkpoint, export nothing and log how to merge the parts.
-    Raise UserError if the config or tokenizer does not exist any more.
+    Raise UserError if the model's config or tokenizer does not exist any more.
     """
     if "hf_model" not in settings.contents:
         return

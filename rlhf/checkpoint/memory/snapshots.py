@@ -94,7 +94,7 @@ class MemorySnapshots:
             raise UserError(
                 f"checkpoint.memory.replicas={replicas}: each copy needs the memory of another node, but the ranks see "
                 f"only {nodes} separate folder{'s' if nodes > 1 else ''} {self.place.folder.parent}. Set "
-                f"checkpoint.memory.replicas={nodes - 1}, or checkpoint.memory.dir to a folder of each node's own."
+                f"checkpoint.memory.replicas={nodes - 1}, or checkpoint.memory.dir to a folder that nodes do not share."
             )
 
     def check_room(self) -> None:

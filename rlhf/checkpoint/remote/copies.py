@@ -103,7 +103,7 @@ class RemoteCopies:
                 remove_dir(links, ignore_errors=True)
 
     def finish(self, deadline_s: float) -> list[int]:
-        """Wait at most `deadline_s` seconds for pending copies, then stop; return the steps left, newest first."""
+        """Wait at most `deadline_s` seconds for pending copies, then stop; return the uncopied steps, newest first."""
         self._retries.hurry()
         end = time.monotonic() + deadline_s
         with self._changed:
@@ -158,7 +158,7 @@ class RemoteCopies:
             elif copy is not None or not self._retries.call(f"reading step {step}", partial(store.is_partial, step)):
                 others += 1
             else:
-                log.info("Removing what an interrupted copy left of step %d in %s.", step, store.url)
+                log.info("Removing the interrupted copy of step %d from %s.", step, store.url)
                 self._retries.call(f"removing step {step}", partial(store.remove, step))
         if others:
             log.warning(

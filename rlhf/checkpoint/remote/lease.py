@@ -121,7 +121,7 @@ class Lease:
         if holder.get("machine") == self._me["machine"] and not _is_alive(holder.get("pid")):
             return
         log.warning(
-            "%s is leased to %s. Waiting %g s: if that machine does not renew the lease, this start takes it.",
+            "%s is leased to %s. Waiting %g s: if that machine does not renew the lease, this start takes over.",
             self._store.url,
             _name(holder),
             EXPIRY_S,

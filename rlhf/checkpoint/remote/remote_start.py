@@ -92,7 +92,7 @@ def restore(
 
 
 def _copies_to_try(store: RemoteStore, run_dir: Path, trainer: TrainerConfig, source: Path | None) -> Iterator[Copy]:
-    """Yield this run's copies, newest first. The caller takes the next copy only if the previous copy was damaged.
+    """Yield this run's copies, newest first. The caller requests the next copy only if the previous copy was damaged.
 
     Raises UserError if all copies are damaged, or if the remote cannot be read.
     """
@@ -150,7 +150,7 @@ def claim_at_start(store: RemoteStore, run_dir: Path, trainer: TrainerConfig) ->
 def claim(store: RemoteStore, run_dir: Path, trainer: TrainerConfig, retries: Retries) -> None:
     """Make the run of `run_dir` the owner of the remote folder by writing the run's run.json there.
 
-    Raises UserError if the folder has checkpoints of another run, unless this run is a fork or overwrites the other.
+    Raises UserError if the folder has checkpoints of another run, unless this run is a fork or has `trainer.overwrite`.
     """
     own = read_run_file(run_dir)
     if retries.call("reading run.json", store.run) == own:

@@ -59,7 +59,7 @@ class SaveInFlight:
         concurrent.futures.wait([self._outcome], seconds)
 
     def wait(self) -> SaveResult:
-        """Wait for the result; raises the save's error, or LostPeer `timeout_s` seconds after its start."""
+        """Wait for the result; raises the save's error, or LostPeer `timeout_s` seconds after the save's start."""
         if not self.over:
             announce(f"{self.name}.wait")
             concurrent.futures.wait([self._outcome], max(0.0, self._started + self.timeout_s - time.monotonic()))

@@ -17,8 +17,8 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 def available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
     """Return the bytes that this process can still allocate; None if the system reports no limit.
 
-    This is the minimum of the kernel's available memory and the unused part of each control group's limit. The groups
-    are the process's own and all parents, of version 1 or 2.
+    This is the minimum of the kernel's available memory and the unused part of each control group's limit. The control
+    groups, of cgroup version 1 or 2, are the process's own group and all its parents.
     """
     known = [*_of_kernel(proc), *_of_groups(proc, cgroups)]
     return max(0, min(known)) if known else None

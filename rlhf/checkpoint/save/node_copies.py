@@ -1,7 +1,7 @@
 """Copies each node's files of a snapshot to other nodes before the snapshot is published.
 
 The nodes form a ring. A node's files are copied to the next nodes of the ring; all nodes send at the same time. Each
-rank of a node sends and receives a part of the blocks. Nothing is synced, because the copies are in memory.
+rank of a node sends and receives a part of the blocks. No rank calls fsync, because the copies are in memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ def with_copies(files: Entries, nodes: Sequence[int], copies: int) -> Entries:
 
 
 def holders_of(entry: Mapping[str, Any], nodes: Sequence[int]) -> list[int]:
-    """Return the nodes that have a file."""
+    """Return the nodes that have the file of `entry`: all `nodes` unless the entry lists them."""
     return list(entry.get(DOMAINS, nodes))
 
 
@@ -61,7 +61,8 @@ class CopyRoute:
 def route(files: Entries, copies: int, sender: int, receiver: int, domains: Sequence[int], rank: int) -> CopyRoute:
     """Return the blocks that `rank` sends or receives when the node `sender` copies to the node `receiver`.
 
-    `domains` has each rank's node. If one node has more ranks than the other, some of its ranks have no blocks.
+    `domains` has each rank's node. If the nodes have different numbers of ranks, ranks without a partner have no
+    blocks.
     """
     nodes = sorted(set(domains))
     after = with_copies(files, nodes, copies)

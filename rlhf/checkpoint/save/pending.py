@@ -85,9 +85,10 @@ def _is_complete(source: Path, folder: str, names: Collection[str], coordinator:
 def _link_folder(root: Path, source: Path, folder: str) -> Entries | None:
     """Hard-link the files of `source`'s `folder`, as far as this domain has them, and return their manifest entries.
 
-    If linking fails, logs the reason, removes the links and returns None. Reasons are another file system, no hard
-    links, a missing source and another checkpoint format. Published checkpoints can share a file because no process
-    writes to it (promise 3). The file system keeps the file while any checkpoint links it, so retention ignores links.
+    If linking fails, logs the reason, removes the links and returns None. Linking fails if `source` is missing, has
+    another checkpoint format or is on another file system, or if the file system has no hard links. Published
+    checkpoints can share a file because no process writes to it (promise 3). The file system keeps the file while any
+    checkpoint links it, so retention ignores links.
     """
     try:
         manifest = read_manifest(source)

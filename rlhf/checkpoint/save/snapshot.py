@@ -63,8 +63,8 @@ def take_snapshot(
     hf_dtype: str | None = None,
     hf_adapter: str = "keep",
 ) -> Snapshot:
-    """Collect the state that `contents` names. Collective. `reference_at` is a published checkpoint with the present
-    reference; `hf_dtype` and `hf_adapter` are settings of `checkpoint`."""
+    """Collect the state that `contents` names. Collective. `reference_at` is a published checkpoint that has the
+    current reference policy; `hf_dtype` and `hf_adapter` are settings of `checkpoint`."""
     snapshot = Snapshot(step, list(contents), sorted(state.roles), metrics=dict(metrics or {}))
     for name, role in state.roles.items():
         if {"model", "hf_model"} & set(contents):

@@ -76,7 +76,7 @@ def write_checkpoint(
 
     Raises SaveFailed on every rank when any rank fails. Then the leaders remove the incomplete checkpoint. Earlier
     checkpoints are unchanged, but `make_room` may have removed those that retention would remove. Raises LostPeer if a
-    rank is lost after the renames.
+    rank is lost after `publish` has renamed the directories.
     """
     started = time.monotonic()
     pending = pending or begin_checkpoint(snapshot, run_dir, coordinator)
@@ -125,7 +125,7 @@ def _needed(snapshot: Snapshot, linked: Collection[str], copies: int, coordinato
 
 
 def _with_shared_files(snapshot: Snapshot, coordinator: Coordinator) -> Snapshot:
-    """Return `snapshot`, on leaders of other domains with rank 0's small files: a resume reads them on every rank."""
+    """Return `snapshot`; domain leaders add rank 0's small files, because a resume reads these files on every rank."""
     if len(coordinator.domain_leaders) == 1:
         return snapshot
     names = {CONFIG, DRIVER_STATE, *(f"{role}/{SCHEDULE}" for role in snapshot.roles)}
@@ -135,7 +135,7 @@ def _with_shared_files(snapshot: Snapshot, coordinator: Coordinator) -> Snapshot
 
 @dataclass
 class RankFiles:
-    """A rank's report to the leader: its written files, its shards in the indices by folder, each part's seconds."""
+    """A rank's report to the leader: its files, its shards for each folder's index, and the seconds of each part."""
 
     files: list[WrittenFile] = field(default_factory=list)
     indices: dict[str, FileShards] = field(default_factory=dict)

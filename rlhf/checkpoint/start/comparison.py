@@ -31,8 +31,9 @@ run."""
 def check_same_run(
     run_dir: Path, trainer: TrainerConfig, config: ResolvedConfig, resumed_from: str | None, coordinator: Coordinator
 ) -> None:
-    """Raise UserError if the checkpoint to resume has another format, settings of another run, or a step that leaves
-    nothing to train. Collective; changes nothing. `resumed_from`: the entry in run.json."""
+    """Raise UserError if the checkpoint to resume has another format or settings of another run, or is past the last
+    planned step (a `trainer.resume_from_path`: at or past it). Collective; changes nothing. `resumed_from`: the entry
+    in run.json."""
     source = resume_source(trainer)
     forks = source is not None and coordinator.broadcast(str(source)) != resumed_from
     paths = [] if forks else published(run_dir, coordinator)
@@ -109,7 +110,7 @@ def compare_finished(path: Path, manifest: Manifest, config: ResolvedConfig) -> 
     """Return log lines about changed settings without effect on a finished run's results, and about users' files.
 
     A user's file gets a line if it cannot be read, or if it has changed and `trainer.allow_config_change` is true.
-    Without this setting, a changed user's file raises UserError. A changed model file always raises UserError.
+    Without this setting, a user's file that has changed raises UserError. A changed model file always does.
     """
     harmless = changes_since(path, manifest, config).harmless
     others = _other_models(manifest, config, [change.key for change in harmless if change.key in MODEL_NAMES])
@@ -125,7 +126,7 @@ def compare_finished(path: Path, manifest: Manifest, config: ResolvedConfig) -> 
             else:
                 others.append(shown)
         except OSError as error:
-            # The report of a finished run must remain available when its files are gone.
+            # The report of a finished run must remain available even if the user has removed these files.
             lines.append(f"{shown} is not compared: {error.filename} cannot be read ({error.strerror})")
     if others:
         raise UserError(

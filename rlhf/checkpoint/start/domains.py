@@ -66,6 +66,6 @@ def _poll_until_agreed(run_dir: Path, tokens: list[str], coordinator: Coordinato
 
 
 def _agree(seen: list[frozenset[int]]) -> bool:
-    """Return whether each rank sees itself, and all ranks that see each other see the same ranks."""
+    """Return whether each rank sees itself and, if a rank sees another rank, both see the same ranks."""
     sees_itself = all(rank in view for rank, view in enumerate(seen))
     return sees_itself and all(seen[other] == view for view in seen for other in view)

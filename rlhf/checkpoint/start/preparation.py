@@ -1,6 +1,6 @@
 """Prepares a run's directories before the start, one in each storage domain. Imports no torch.
 
-Since the last start, nodes may have been swapped, may have a new empty disk, or were killed during a commit.
+Since the last start, nodes may have been swapped or killed during a commit, or may have a new, empty disk.
 """
 
 import logging
@@ -43,7 +43,7 @@ def prepare(
     The caller has the run lock of every directory. Raises UserError for `trainer.resume_mode=disable` on a directory
     with checkpoints, for checkpoints of a run with other settings, for a `trainer.resume_from_path` that is not a
     checkpoint, for a `checkpoint.remote` that cannot be used, for lost checkpoints (`reject_lost`), for
-    a damaged run.json, and for a history file with a second hard link.
+    a damaged run.json, and for a metric history or event file with a second hard link.
     """
     if settings.remote is not None and len(coordinator.domain_leaders) > 1:
         raise UserError(
@@ -88,7 +88,7 @@ def prepare(
 
 
 def _reject_lost_source(run_dir: Path, run: Mapping[str, Any], coordinator: Coordinator) -> None:
-    """Raise UserError if the run is a fork without a checkpoint of its own: only its source can continue it."""
+    """Raise UserError if the run is a fork without a checkpoint of its own: the fork can only restart at its source."""
     if (source := run.get("resumed_from")) is not None and not published(run_dir, coordinator):
         raise UserError(
             f"the run in {run_dir} began at {source} and has saved no checkpoint of its own. To continue it, add "
@@ -113,7 +113,7 @@ def finished_step(
         driver = next((driver for driver in drivers if driver is not None), None)
         if located.manifest.imported or driver is None or not directory.at_end(trainer, driver):
             return None
-        # Read all bytes only when the run ends here; otherwise the ranks verify them in parallel.
+        # Read all bytes only if the run is finished; the ranks of an unfinished run verify the bytes in parallel.
         own = [name for name in located.manifest.files if located.source_domain(name) == coordinator.domain]
         if damage_of(located, own, coordinator):
             return None
@@ -157,7 +157,7 @@ def _agreed_run(run_dir: Path, coordinator: Coordinator) -> dict[str, Any]:
 
 
 def _download_history(run_dir: Path, run_id: str, coordinator: Coordinator) -> None:
-    """Move the longest metric history to rank 0's disk. It is on the disk that rank 0 had at the last start."""
+    """Move the longest metric history, from the disk that rank 0 had at the last start, to rank 0's present disk."""
     if len(coordinator.domain_leaders) == 1:
         return
     path = run_dir / HISTORY

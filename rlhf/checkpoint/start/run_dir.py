@@ -121,8 +121,8 @@ def forget_snapshots(run_dir: Path, memory: str, launch: Collection[str]) -> Non
 
 def prepared_by(launch: Collection[str], run_dir: Path) -> bool:
     """Return whether an earlier attempt of this launch prepared the directory. `launch` has the launch's names: a
-    scheduler's job, or the torchrun processes. Under torchrun, ranks prepare the directory again at each restart, and
-    checkpoints saved in between belong to the run."""
+    scheduler's job, or the torchrun processes. Under torchrun, ranks prepare the directory again at each restart, but
+    must keep the checkpoints of the launch's earlier attempts."""
     return bool(launch) and not set(launch).isdisjoint(read_run_file(run_dir).get(AGENTS, ()))
 
 
@@ -154,7 +154,7 @@ def today() -> str:
 
 
 def driver_state_of(path: Path) -> dict[str, Any] | None:
-    """Return the driver state of a checkpoint, or None unless its bytes match their hash."""
+    """Return the driver state of a checkpoint, or None if the manifest or the driver state is damaged."""
     try:
         manifest = read_manifest(path)
         content = CheckedFiles(path, manifest.files).content(DRIVER_STATE)

@@ -19,7 +19,7 @@ class DriverState:
     total_steps: int
     """Upper limit of steps."""
     steps_per_epoch: float
-    """Batches in a pass over the prompts. Dynamic sampling drops prompts, so a pass takes fewer steps."""
+    """Batches in a pass over the prompts. With dynamic sampling, a pass has fewer steps than batches."""
     total_epochs: int | None = None
     """Upper limit of passes over the prompts; None: no limit."""
     step: int = 0

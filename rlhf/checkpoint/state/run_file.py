@@ -13,8 +13,8 @@ from rlhf.storage.reading import parse_json, read_regular
 
 LARGEST = 1 << 20
 AGENTS = "agents"
-"""Key of the launch's names: a scheduler's job, or torchrun processes. A restart in the same launch must keep its
-checkpoints, also with `trainer.overwrite=true` or `trainer.resume_mode=disable`."""
+"""Key of the launch's names: a scheduler's job, or torchrun processes. A restart must keep the checkpoints of its
+launch, even with `trainer.overwrite=true` or `trainer.resume_mode=disable`."""
 STARTED_ON = "started_on"
 """Key of the day of the run's start (ISO), which chat templates print in every attempt."""
 

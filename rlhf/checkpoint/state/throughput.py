@@ -1,4 +1,4 @@
-"""Measures throughput of saves and loads: bytes, seconds, and their metrics."""
+"""Describes the throughput of saves and loads: bytes, seconds, and their metrics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

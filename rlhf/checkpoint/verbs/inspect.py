@@ -19,7 +19,7 @@ from rlhf.checkpoint.verbs.shown import facts_of, show_checkpoints, size_text, s
 from rlhf.storage.disk_errors import DamagedCheckpoint
 from rlhf.storage.layout import DRIVER_STATE, INDEX
 
-HELP = "show one checkpoint, the newest of a run: roles, tensors, driver state"
+HELP = "show one checkpoint (of a run: the newest): roles, tensors, driver state"
 
 MOST, LONGEST, DEEPEST = 100, 200, 8
 """Limits for a driver state of any size: values shown, characters of each value, and levels of nesting."""

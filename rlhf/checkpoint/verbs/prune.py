@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep-every", metavar="N", help="keep steps that are multiples of N; null keeps none")
     parser.add_argument("--keep-best", metavar="N", help="keep the best N")
     parser.add_argument(
-        "--best-metric", metavar="NAME", help="the metric that --keep-best ranks by; null: the headline"
+        "--best-metric", metavar="NAME", help="metric that --keep-best ranks by; null: see checkpoint.best_metric"
     )
     parser.add_argument(
         "--set-aside", action="store_true", help="also remove global_step_N.damaged-K, .superseded-K, .incomplete-K"

@@ -1,4 +1,4 @@
-"""Prunes a run directory at rest: removes checkpoints as retention would, and leftovers of killed runs.
+"""Prunes the directory of a stopped run: removes checkpoints as retention would, and leftovers of killed runs.
 
 The run's lock makes sure that no save is in flight and no other process removes checkpoints. Imports no torch.
 """
@@ -25,7 +25,7 @@ from rlhf.storage.layout import MANIFEST, TEMPORARY, TRASH, UPLOAD, scan, set_as
 from rlhf.storage.scratch import lock_folder
 
 RANKS_S = 5.0
-"""Seconds to wait for ranks of an earlier start."""
+"""Seconds to wait until the ranks of an earlier start have ended."""
 ASIDE = ("damaged", "superseded", "incomplete")
 
 
@@ -51,7 +51,7 @@ def plan_pruning(
 ) -> PruningPlan:
     """Plan the removals by `rules`, and with `set_aside` also of directories that were set aside. `verify` returns the
     manifest of an intact checkpoint, or raises DamagedCheckpoint or OSError. Raises UserError for checkpoints on
-    several disks, because each disk could keep other steps."""
+    several disks, because the disks could then keep different steps."""
     leftovers = sorted(path for path in run_dir.iterdir() if _is_leftover(path))
     for path in [*scan(run_dir), *leftovers]:
         _reject_domains(run_dir, path)
@@ -91,7 +91,7 @@ def remove_planned(plan: PruningPlan) -> list[Path]:
 
 
 def bytes_freed(going: Iterable[Path]) -> dict[Path, int]:
-    """Return the bytes that each removal frees; a file with several links counts for the removal of the last link.
+    """Return the bytes that each removal frees. A file with several hard links is freed with the last of its links.
 
     Paths that a run has removed meanwhile are absent.
     """

@@ -50,9 +50,9 @@ class RemoteCheckpoint:
         return list(manifest.files)
 
     def is_removed(self) -> bool:
-        """Return whether the checkpoint is gone: its manifest, if `manifest` has read it, or else its folder.
+        """Return whether the checkpoint is gone.
 
-        A removal removes the manifest first.
+        If `manifest` has read the manifest, check the manifest, which a removal removes first; else check the folder.
         """
         store, read = self._store, partial(self._store.read, object_name(self.step, MANIFEST))
         if self._committed:

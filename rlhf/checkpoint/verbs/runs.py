@@ -25,7 +25,7 @@ LARGEST_CONFIG = 1 << 20
 """Upper limit of bytes read of a configuration."""
 SET_ASIDE = ("damaged", "superseded", "incomplete")
 DEEPEST = 4
-"""Levels between the named folder and a run directory; the trainer creates two, project and experiment."""
+"""Most levels from the given folder down to a run directory; the trainer creates two, project and experiment."""
 MOST_FOLDERS = 100_000
 """Upper limit of folders searched for runs."""
 LARGEST_POINTER = 1 << 10
@@ -169,7 +169,7 @@ def runs_below(root: T, search: Callable[[T], tuple[R | None, Sequence[T]]]) -> 
 
 
 def local_runs_below(root: Path) -> tuple[list[LocalRun], list[str]]:
-    """Return the run directories in `root` with checkpoints, sorted by name, and problems; follows no links."""
+    """Return the runs with checkpoints at or below `root`, and a line per unreadable folder; follow no links."""
     problems: list[str] = []
 
     def search(folder: Path) -> tuple[LocalRun | None, list[Path]]:

@@ -85,7 +85,7 @@ def nonfinite_as_text(value: Any) -> Any:
 
 @contextmanager
 def work_bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function that counts bytes done of `total_bytes`: in a bar on stderr if stderr is a terminal."""
+    """Yield a function that adds processed bytes to a progress bar on stderr, or does nothing without a terminal."""
     if not sys.stderr.isatty():
         yield lambda count: None
         return

@@ -13,7 +13,7 @@ from rlhf.checkpoint.verbs.runs import FoundCheckpoint, read_checkpoint
 from rlhf.checkpoint.verbs.shown import show_checkpoints, sizes_of, work_bar
 from rlhf.storage.disk_errors import DamagedCheckpoint
 
-HELP = "read every byte and compare it with the manifest"
+HELP = "read every byte and compare the hashes with the manifest"
 
 DOCUMENT = (
     "`checkpoints`: `path`, `step`, `state` (`intact`, `part` of one disk, `damaged`, `other format`, `removed` by its "

@@ -38,7 +38,7 @@ def checkpoint_problems(config: Config) -> Iterator[str]:
     if loaded is None:
         return
     if not {"model", "hf_model"} & set(loaded):
-        yield f"checkpoint.load_contents={loaded}: needs model or hf_model; add model, or set it to null."
+        yield f"checkpoint.load_contents={loaded}: needs model or hf_model; add model, or set null."
     if config.trainer.resume_mode != "resume_path":
         # A run loads every part of its own checkpoints.
         mode = config.trainer.resume_mode

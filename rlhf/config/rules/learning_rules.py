@@ -20,9 +20,9 @@ def optimizer_problems(config: Config) -> Iterator[str]:
 
 
 def warmup_problems(config: Config, steps: int, why: str) -> Iterator[str]:
-    """Yield one line per warm-up that is not shorter than a run of `steps` steps. `why` names what sets their number.
+    """Yield one line per warm-up that is not shorter than a run of `steps` steps. `why` names the setting of `steps`.
 
-    A run whose length comes from `trainer.total_epochs` calls this once it has read its prompts.
+    A run whose length comes from `trainer.total_epochs` calls this after it has read its prompts.
     """
     warmup, per_pass = config.trainer.critic_warmup, max(mini_batches(config.data, config.actor), 1)
     if warmup >= steps:

@@ -191,7 +191,7 @@ def _memory_replicas(config: Config, environ: Mapping[str, str]) -> Iterator[str
     if memory.freq and memory.replicas >= nodes > 1:
         yield (
             f"checkpoint.memory.replicas={memory.replicas}: the run has {nodes} nodes, and copies are on other nodes. "
-            f"Set it to at most {nodes - 1}."
+            f"Set checkpoint.memory.replicas to at most {nodes - 1}."
         )
     elif memory.freq and memory.replicas and nodes == 1:
         yield (

@@ -61,9 +61,9 @@ class ActorConfig:
     prompts together, in data order."""
     policy_loss: PolicyLossConfig = setting(PolicyLossConfig)
     clip_ratio_low: float = setting(0.2, ge=0)
-    """Lower clip: the probability ratio counts as at least 1 minus this."""
+    """Lower clip: the probability ratio is clipped at 1 minus this."""
     clip_ratio_high: float = setting(0.2, ge=0)
-    """Upper clip: the probability ratio counts as at most 1 plus this."""
+    """Upper clip: the probability ratio is clipped at 1 plus this."""
     clip_ratio_c: float = setting(3.0, gt=1)
     """Dual clip: for negative advantages, the loss is at most this times the advantage's absolute value (`vanilla`
     only)."""

@@ -48,7 +48,8 @@ class RolloutCorrectionConfig:
     """Largest importance weight."""
     rollout_is_threshold_lower: float | None = setting(None, gt=0)
     """Smallest importance weight. If set, weights below it or above `rollout_is_threshold` become 0 (IcePop; verl's
-    threshold `0.5_5.0`). null truncates."""
+    threshold `0.5_5.0`). null: larger weights
+    become `rollout_is_threshold`."""
     rollout_rs: str | None = setting(None, choices=ROLLOUT_RS)
     """Mask tokens, or whole responses (`seq_`), on which the trainer's and the rollout engine's policies differ too
     much. Needs one more forward pass if the batch is a single optimizer step."""

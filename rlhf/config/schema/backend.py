@@ -8,7 +8,7 @@ from rlhf.config.schema.fields import setting
 @dataclass
 class BackendConfig:
     name: str = setting("fsdp2", choices=("fsdp2", "deepspeed"), resume="harmless")
-    """Training engine. Checkpoints are exact across engines; later steps are bit-identical only with the same
+    """Training engine. Either engine loads a checkpoint exactly; later steps are bit-identical only with the same
     engine."""
     autocast: str | None = setting("none", choices=("none", "bfloat16"), by_device=True)
     """Precision of forward and backward passes; null means bfloat16 on CUDA, none (float32) on a CPU. Weights and

@@ -28,8 +28,8 @@ class CheckpointConfig:
     contents: list[str] = setting(["model", "optimizer", "extra"], resume="harmless")
     """Parts to save: `model`, `optimizer`, `extra` (LR schedule and RNG), `hf_model` (a Hugging Face folder)."""
     hf_dtype: str | None = setting(None, choices=("float32", "bfloat16", "float16"), resume="harmless")
-    """Dtype of the weights in `hf_model`; null means float32. A run that loads `hf_model` in another dtype continues
-    from rounded weights."""
+    """Dtype of the weights in `hf_model`; null means float32. A run that loads a bfloat16 or float16 `hf_model`
+    continues from rounded weights."""
     hf_adapter: str = setting("keep", choices=("keep", "merge"), resume="harmless")
     """Content of `hf_model` with `model.lora`: `keep` saves a peft adapter folder, `merge` saves the whole model with
     the adapter merged."""

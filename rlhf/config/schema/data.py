@@ -41,8 +41,8 @@ class DataConfig:
     prompt_key: str = setting("prompt")
     """Column with the prompt: a chat list of {role, content}, or a plain string."""
     answer_key: str = setting("answer")
-    """Column with the reference answer. verl's `reward_model.ground_truth` comes before the default column `answer`,
-    but after any other column set here."""
+    """Column with the reference answer. verl's `reward_model.ground_truth` overrides the default column `answer`, but
+    not another column set here."""
     last_turn_as_answer: bool = setting(False)
     """Use the last turn of each prompt, an assistant turn, as the reference answer."""
     custom_cls: CustomClsConfig = setting(CustomClsConfig)

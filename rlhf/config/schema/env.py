@@ -20,12 +20,12 @@ class EnvConfig:
     """Chat template (Jinja file) for episodes; null: the tokenizer's, or a bundled one if the tokenizer's
     template changes earlier turns."""
     announce_tools: bool = setting(True)
-    """List the tools in the system message if the chat template has no tools."""
+    """List the tools in the system message if the chat template does not print them."""
     max_turns: int = setting(8, ge=1)
     """Largest number of the policy's turns in an episode. After that many turns the episode ends and is scored."""
     max_rows: int = setting(8, ge=1)
-    """Largest number of training rows of an episode. The program of `env.command` begins another row each time it
-    rewrites its history; one more ends the episode, which is scored."""
+    """Largest number of training rows of an episode. The program of `env.command` begins a new row each time it
+    rewrites its history. A row beyond `max_rows` ends the episode, which is scored."""
     max_invalid_calls: int = setting(3, ge=0)
     """Invalid tool calls (unknown tool, wrong arguments) that an episode may make; one more ends the episode."""
     timeout_s: float = setting(30.0, gt=0)

@@ -20,5 +20,5 @@ class RewardModelConfig:
     use_remove_padding: bool | None = setting(None, resume="harmless")
     """Pack chats without padding, as `actor.use_remove_padding`."""
     max_length: int = setting(4096, ge=1)
-    """Longest chat in tokens, prompt and response; longer chats keep their end."""
+    """Longest chat in tokens, prompt and response; longer chats lose their beginning."""
     fsdp_config: FrozenFsdpConfig = setting(FrozenFsdpConfig)

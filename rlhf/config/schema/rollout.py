@@ -64,14 +64,14 @@ class RolloutConfig:
     min_p: float = setting(0.0, ge=0, le=1)
     """Drop tokens with less than this fraction of the likeliest token's probability; 0 drops none."""
     repetition_penalty: float = setting(1.0, ge=0.01, le=100.0)
-    """Divides positive and multiplies negative logits of tokens already in the prompt or response; 1 has no effect,
-    higher repeats less."""
+    """Divides positive and multiplies negative logits of tokens already in the prompt or response; 1 has no effect;
+    with more, the policy repeats itself less."""
     stop: list[str] = setting([])
     """Strings that end a response; the response keeps the tokens of the string."""
     ignore_eos: bool = setting(False)
     """Generate until `data.max_response_length` even after end-of-sequence (for benchmarks)."""
     max_num_seqs: int = setting(256, ge=1, resume="harmless")
-    """Samples that one rank decodes at the same time."""
+    """Samples that one rank or vLLM engine decodes at the same time."""
     log_prob_max_token_len_per_gpu: int | None = setting(None, ge=1, resume="harmless")
     """Tokens per forward pass on one rank, for log-probs before the update; null means
     `actor.ppo_max_token_len_per_gpu`."""

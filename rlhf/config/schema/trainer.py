@@ -48,8 +48,8 @@ class TrainerConfig:
     val_before_train: bool = setting(True, resume="harmless")
     """Evaluate the initial policy as step 0."""
     log_rollouts: int = setting(8, ge=-1, resume="harmless")
-    """Training samples per step in `samples/step_N.jsonl` of the run directory; -1 means all. Evaluation samples are
-    always all written."""
+    """Training samples per step in `samples/step_N.jsonl` of the run directory; -1 means all. All evaluation samples
+    are written."""
     log_val_generations: int = setting(10, ge=0, resume="harmless")
     """Samples per evaluation in a table of the trackers."""
     log_samples: bool = setting(False, resume="harmless")

@@ -152,7 +152,7 @@ def _of_commands(path: Path, commands: Sequence[Sequence[str]]) -> dict[str, Any
 
 
 def _not_known(command: Sequence[str]) -> str | None:
-    """Return a word after the launcher's whose value, or whose number of words, only the shell knows; None without."""
+    """Return the first word after the script or module whose value or number of words only the shell knows, or None."""
     _, *words = itertools.dropwhile(lambda word: word != "-m" and not word.endswith(".py") and word != "grpo", command)
     for before, word in zip(["", *words], words, strict=False):
         if re.search(r"\$[A-Za-z_]|\$\{(?!oc\.env:)", word):

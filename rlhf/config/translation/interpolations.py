@@ -21,7 +21,7 @@ class Interpolations:
     """Replaces `${a.b}`, `${.b}` and `${oc.select:a.b,DEFAULT}` by values of `tree`.
 
     Keeps all other interpolations: `${oc.env:...}` may read a secret, and a reference may lead to another file.
-    OmegaConf would read the environment, and its time grows exponentially with the depth of references.
+    OmegaConf's resolver reads the environment, and its time grows exponentially with the depth of references.
     """
 
     def __init__(self, tree: Mapping[Any, Any]) -> None:

@@ -48,7 +48,7 @@ class Theirs:
     def take(self, *names: str) -> Any:
         """Remove the settings `names` and return the first value that is not None, or None.
 
-        All names mean one setting. Values in the file come before defaults.
+        All names mean one setting. Values in the file override defaults.
         """
         found = {name: self.left.pop(name) for name in names if name in self.left}
         used = [name for name, value in found.items() if value is not None]
@@ -134,7 +134,10 @@ class Recipe:
         self.lost.append(f"{shown(name, value)}: {why}")
 
     def as_yaml(self, head: str) -> str:
-        """Return the recipe as YAML, after the comment `head`. Comments at the end list what the recipe lacks."""
+        """Return the recipe as YAML, after the comment `head`.
+
+        Comments list what the recipe lacks: settings that run code at the top, all others at the end.
+        """
         parts = ["# @package _global_\n", comment(head)]
         if code := [each for each in self.settings.get("reward.functions", []) if ":" in each]:
             parts += [comment(f"Runs code: reward.functions={code}")]
@@ -159,7 +162,7 @@ class Recipe:
             parts.append("\n# Without an equivalent here:\n")
             parts += [comment(line, "  ") for line in _filled(_summary(self.unknown))]
         if self.needless:
-            parts.append("\n# Not needed here, because the trainer always does it, or in another way:\n")
+            parts.append("\n# Not needed here, because the trainer does the same by default, or in another way:\n")
             parts += [comment(line, "  ") for line in _filled(sorted(self.needless))]
         return "".join(parts)
 

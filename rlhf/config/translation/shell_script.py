@@ -122,7 +122,7 @@ class _Reader:
             self._depth_of.pop(name, None)
 
     def _forget(self, depth: int) -> None:
-        """Lose the values of variables that were set in blocks from this depth on."""
+        """Lose the values of variables that were set in blocks at this depth or deeper."""
         self._lose([name for name, of_name in self._depth_of.items() if of_name >= depth])
 
     def _lose(self, names: Iterable[str]) -> None:

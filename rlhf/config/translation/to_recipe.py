@@ -39,7 +39,7 @@ _CODE_OF_VLLM = re.compile(r"trust_remote_code|.*_cls|.*plugin.*|.*processors|mi
 def translate(trainer: str, settings: Mapping[str, Any]) -> Recipe:
     """Return the recipe for the `settings` of `trainer`, a name in `CONVERSIONS`.
 
-    Where defaults differ, the other trainer's default counts as a setting of the user.
+    Where defaults differ, the other trainer's default is translated like a setting of the user.
     """
     prefixes = other_trainers().prefixes
     named = {_without(prefixes, name): value for name, value in settings.items()}

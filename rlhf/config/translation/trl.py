@@ -109,7 +109,7 @@ def _batches(theirs: Theirs, recipe: Recipe) -> None:
         recipe.set("data.max_prompt_length", UNSET_PROMPT, "max_prompt_length")
         recipe.set("data.overlong_prompts", "error", "max_prompt_length")
         why = (
-            "TRL neither drops nor shortens prompts. The recipe stops at a prompt that is longer than "
+            "TRL neither drops nor shortens prompts. With the recipe, a run stops at a prompt that is longer than "
             "data.max_prompt_length: set it to the length of your longest prompt."
         )
         recipe.lose("max_prompt_length", None, why)

@@ -233,7 +233,7 @@ def _machines(theirs: Theirs, recipe: Recipe) -> None:
 
 
 def set_loggers(wanted: Sequence[str], name: str, recipe: Recipe) -> None:
-    """Set `trainer.logger` to the trackers in `wanted` that exist here. `console` is left out: it needs no tracker."""
+    """Set `trainer.logger` to the trackers in `wanted` that exist here. Leave out `console`, which needs no tracker."""
     known = [logger for logger in wanted if logger in LOGGERS and logger != "console"]
     if wanted:
         recipe.set("trainer.logger", known, name)

@@ -1,4 +1,4 @@
-"""Maps torchtitan's parameter names to transformers', and their row order for rotary embeddings."""
+"""Maps torchtitan's parameter names to transformers', and finds weights whose rows torchtitan orders differently."""
 
 import re
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ def to_transformers(name: str, config: Mapping[str, Any], where: Path) -> str | 
         )
     if name in TABLES:
         return None
-    # Newer torchtitan releases put the three projections into a separate module.
+    # Newer torchtitan releases put wq, wk and wv into a separate module, `qkv_linear`.
     found = TOP.get(name)
     if match := re.fullmatch(r"layers\.(\d+)\.(.+)", name.replace(".qkv_linear.", ".")):
         found = f"model.layers.{match[1]}.{LAYER[match[2]]}" if match[2] in LAYER else None

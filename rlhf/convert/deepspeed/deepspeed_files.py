@@ -39,8 +39,9 @@ ALLOWED: Allowed = [
 
 
 def find_save(origin: Origin) -> Path | None:
-    """Return the folder of the save: `origin` itself, its tag, or the tag in `latest`; None if there is no save.
-    Raises UserError if the selected save is missing, or no save is selected."""
+    """Return the folder of the save: `origin` itself, the folder of `--tag`, or the one that the file `latest` names.
+    Return None if there is no save. Raises UserError if the selected save is missing, or neither `--tag` nor `latest`
+    selects a save."""
     if origin.tag is None and _is_save(origin.path):
         return origin.path
     tags = sorted(path.name for path in origin.path.iterdir() if path.is_dir() and _is_save(path))
@@ -99,7 +100,7 @@ def files_by_rank(save: Path, pattern: str) -> dict[int, Path]:
 def check_no_others(save: Path, pattern: str, ranks: int) -> None:
     """Raise UserError, which names the file, if a file of another save matches `pattern`.
 
-    Such a file has rank `ranks` or higher. If rank 0's file has no rank in its name, it is the save's only file.
+    Such a file has rank `ranks` or higher. If rank 0's file has no rank in its name, the save has no other file.
     """
     files = files_by_rank(save, pattern)
     if (alone := RANK.fullmatch(files[0].name) if 0 in files else None) and alone[1] is None:

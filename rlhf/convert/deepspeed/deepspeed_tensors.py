@@ -83,7 +83,8 @@ def _optimizer(content: Mapping[str, Any], save: Path) -> dict[str, Any]:
 
 def _stage_0(states: Mapping[str, Any]) -> Assembled:
     """Assemble whole parameters. Float32 copies and moments are in the optimizer's order. This order follows from
-    `param_names`, if the optimizer was given named parameters, or from a comparison of the float32 copies."""
+    `param_names`, if the optimizer was given named parameters, or else from a comparison of the float32 copies with the
+    weights."""
     made = Assembled()
     for name, tensor in _unique_tensors(states["module"], {}):
         made.add_weight(name, tensor.shape, as_pieces([tensor]))
@@ -112,8 +113,8 @@ def _stage_0(states: Mapping[str, Any]) -> Assembled:
 
 
 def _in_order(made: Assembled, shapes: Shapes, masters: list[Piece]) -> bool:
-    """Return whether `masters`, the float32 weights, are in the order of `shapes`: compare some elements of each with
-    the model's weights. Return False if there are no masters, because nothing else shows the order."""
+    """Return whether `masters`, the float32 weights, are in the order of `shapes`: compare the first elements of each
+    parameter with the model's weights. Return False without masters, because nothing else shows the order."""
     at = 0
     for name, shape in shapes.items():
         stored = made.tensors[name].read(0, min(math.prod(shape), SAMPLE))

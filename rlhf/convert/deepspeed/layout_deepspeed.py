@@ -29,7 +29,7 @@ def recognises(origin: Origin) -> bool:
     """Return whether the folder, or a folder in it, is a save."""
     try:
         return find_save(origin) is not None
-    except UserError:  # saves exist, but none of them is selected; `open_source` raises the error again
+    except UserError:  # saves exist, but `find_save` cannot select one; `open_source` raises its error
         return True
 
 

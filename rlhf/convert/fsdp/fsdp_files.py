@@ -26,8 +26,8 @@ def _nested(_owner: Any, _name: str) -> type[_Nested]:
     return _Nested
 
 
-# DTensors and ShardedTensors as torch 2.4 to 2.13 pickles them, and numpy's random state. StandIns replace them all:
-# real objects would need a process group.
+# DTensors and ShardedTensors as torch 2.4 to 2.13 pickles them, and numpy's random state. StandIns replace them all: a
+# real DTensor, for example, would need a process group.
 ALLOWED: Allowed = [
     *(
         stand_in(f"torch.distributed.{name}", TensorStandIn)
@@ -111,7 +111,7 @@ def paths_of(folder: Path, kind: str, world_size: int) -> list[Path]:
 
 
 def missing_among(paths: list[Path]) -> str:
-    """Return the names of up to four missing files, and how many more are missing; empty if none is."""
+    """Return the names of up to four missing files, and how many more are missing; empty if no file is missing."""
     missing = [path.name for path in paths if not path.is_file()]
     return ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
 
@@ -125,8 +125,8 @@ def check_no_others(folder: Path, world_size: int) -> None:
 
 
 def open_ranks(folder: Path, world_size: int) -> list[dict[str, Any]]:
-    """Load the model files of all ranks, with StoredTensors. Raises UserError that names missing files, or a file of
-    another save."""
+    """Load the model files of all ranks, with a StoredTensor for each tensor. Raises UserError, which names the file,
+    for a missing file or a file of another save."""
     check_no_others(folder, world_size)
     paths = paths_of(folder, MODEL, world_size)
     if missing := missing_among(paths):

@@ -84,7 +84,8 @@ class DTensorPart:
     """One rank's part of a DTensor.
 
     `coordinates` is the rank's position in the device mesh. `splits` has one entry per mesh dimension: the tensor
-    dimension that the mesh dimension shards, or None if it replicates. `rank` saved the part; None if unknown.
+    dimension that the mesh dimension shards, or None for a replicating mesh dimension. `rank` is the rank that saved
+    the part, None if unknown.
     """
 
     shape: tuple[int, ...]

@@ -84,7 +84,7 @@ def _tensors(folder: Path, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Read
 
 
 def _tied(rank: Mapping[str, Any], model_files: Path | None) -> set[str]:
-    """Return the names of tied copies. In a file of FSDP2, a tensor and its copy share bytes; FSDP1 stores both."""
+    """Return the names of tied copies. FSDP2 stores the bytes of a tensor and its copy once, FSDP1 twice."""
     names = {name for name, other in _tied_by_config(model_files).items() if name in rank and other in rank}
     first_names: dict[Any, str] = {}
     for name, part in rank.items():

@@ -160,7 +160,7 @@ def _with_retries(action: Callable[[], T]) -> T:
 
 @contextmanager
 def _client(repo_id: str) -> "Iterator[HfApi]":
-    """Open the Hub's client with a deadline for each request; its errors become one UserError without the token."""
+    """Open the Hub's client with a deadline for each request. Turn its errors into UserErrors that omit the token."""
     import huggingface_hub
     from huggingface_hub.errors import HTTPError
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars

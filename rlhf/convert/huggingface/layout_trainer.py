@@ -60,7 +60,7 @@ def open_source(origin: Origin) -> NamedTensors:
 
 
 def progress_of(path: Path) -> TrainedSoFar:
-    """Return step and schedule from the Trainer's files in `path`. Its saves with DeepSpeed or FSDP have them, too."""
+    """Return step and schedule from the Trainer's files in `path`, which its saves with DeepSpeed or FSDP also have."""
     step, schedule = None, None
     if (path / STATE).is_file():
         step = _json(path / STATE).get("global_step")

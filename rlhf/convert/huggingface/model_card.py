@@ -43,7 +43,7 @@ RECIPE = (
     "reward.functions",
     "trainer.seed",
 )
-"""Settings that the card always shows."""
+"""Settings in the card's table `Recipe`."""
 
 
 class ModelCard:
@@ -141,7 +141,7 @@ class ModelCard:
         return (
             f"## The command\n\n```\n{shell}\n```\n\nFolders of local paths are omitted. With the same number of "
             "ranks, versions and kind of machine, this command repeats the run bit for bit. This checkpoint is "
-            f"its step {self._manifest.step}.\n"
+            f"step {self._manifest.step} of the run.\n"
         )
 
 

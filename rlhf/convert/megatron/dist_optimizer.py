@@ -1,6 +1,6 @@
-"""Reads Adam's state in a `torch_dist` folder, where it has the names and shapes of the weights.
+"""Reads Adam's state from a `torch_dist` folder, if the state has the names and shapes of the weights.
 
-So megatron-core stores the state of an optimizer that is not distributed, and of a distributed one in the formats
+This is the case for an optimizer that is not distributed, and for a distributed optimizer in megatron-core's formats
 `fully_reshardable` and (up to release 0.15) `fully_sharded_model_space`. The optimizer's other values are in common.pt.
 """
 
@@ -32,8 +32,11 @@ FORMATS = {
 
 
 def read_optimizer(folder: DcpFolder, weights: Mapping[str, ReadableTensor]) -> OptimizerParts:
-    """Return the state. `weights` are the folder's weights by the names of their tensors. Raises Unmapped for a format
-    without parameter names, an optimizer other than Adam, a wrong shape, or a folder without step count."""
+    """Return Adam's state. `weights` are the folder's weights by the names of their tensors.
+
+    Raises Unmapped for a format without parameter names, an optimizer other than Adam, a wrong shape, or a folder
+    without step count.
+    """
     found: defaultdict[str, dict[str, ReadableTensor]] = defaultdict(dict)
     for name in folder.tensors:
         if (match := STATE.fullmatch(name)) is not None and match[1] in (*MOMENTS, *MASTERS):

@@ -42,7 +42,7 @@ def recognises(origin: Origin) -> bool:
 
 
 def open_source(origin: Origin) -> NamedTensors:
-    """Open the model from the files of all ranks. Raises UserError for a rank without folder or file, and names it."""
+    """Open the model from the files of all ranks. Raises UserError that names a missing folder or file."""
     folder = find_folder(origin, _has_ranks)
     if folder is None:
         raise UserError(
@@ -174,7 +174,7 @@ def _of_whole_model(chunks: list[Chunk]) -> Chunk:
             if (match := LAYER.fullmatch(name)) is not None:
                 layers = max(layers, 1 + int(match[1]))
                 name = f"{LAYERS}{before + int(match[1])}.{match[2]}"
-            # If several stages have a tensor (tied embeddings), the first stage's is used.
+            # If several stages have a tensor (tied embeddings), use the first stage's copy.
             parts.setdefault(name, tensors)
         before += layers
     return parts

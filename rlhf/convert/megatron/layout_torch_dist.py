@@ -1,7 +1,7 @@
 """Reads layout `megatron`, distributed: a folder of megatron-core's `dist_checkpointing` in its format `torch_dist`.
 
 The folder is a torch.distributed.checkpoint of whole tensors under Megatron's names, independent of the ranks that
-wrote it. The layers are stacked in one tensor, or each layer has names of its own.
+wrote it. One tensor stacks a parameter of all layers, or each layer has separate tensors with its number.
 """
 
 import json
@@ -36,7 +36,7 @@ def open_source(origin: Origin) -> NamedTensors:
     """Open the model; raises UserError for a missing file, or a format other than `torch_dist`."""
     path = find_folder(origin, _is_distributed)
     if path is None:
-        raise UserError(f"{origin.path / (origin.tag or '')} has no {CONFIG} of megatron-core. Give its folder.")
+        raise UserError(f"{origin.path / (origin.tag or '')} has no {CONFIG} of megatron-core. Give a folder with it.")
     if (backend := _config(path)["sharded_backend"]) != FORMAT:
         raise UserError(f"{path} has Megatron's format {backend}. Save it with --dist-ckpt-format {FORMAT}.")
     folder = DcpFolder(path)

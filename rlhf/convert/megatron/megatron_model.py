@@ -93,7 +93,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class MegatronModel:
-    """Sizes of a decoder that both Megatron and transformers build: Llama, Mistral, Qwen2 and Qwen3."""
+    """Sizes of a decoder that both Megatron and transformers implement: Llama, Mistral, Qwen2 and Qwen3."""
 
     model_type: str
     layers: int
@@ -108,7 +108,7 @@ class MegatronModel:
     """Whether the output is one value instead of a distribution over the vocabulary (a critic)."""
 
     def specs(self) -> list[TensorSpec]:
-        """Return the specifications of all tensors; a tensor that every layer has needs only one."""
+        """Return the specifications of all tensors; one specification stands for a tensor of every layer."""
         hidden, spec = self.hidden, TensorSpec
         rows = {"q": self.heads * self.head_dim, "k": self.groups * self.head_dim, "v": self.groups * self.head_dim}
         weights = tuple((f"self_attn.{name}_proj.weight", count) for name, count in rows.items())

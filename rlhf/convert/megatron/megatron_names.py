@@ -169,8 +169,8 @@ def as_megatron(
     """Return the tensors of tensor parallel rank `rank` by Megatron's names.
 
     `vocabulary` is the number of rows of embedding and output layer over all ranks, with padding; None adds no padding.
-    Raises UserError when `source` lacks a tensor of the model, or has a tensor in another shape or one that the model
-    lacks."""
+    Raises UserError when `source` lacks a tensor of the model, has a tensor of the wrong shape, or has a tensor that
+    the model lacks."""
     tensors: dict[str, JoinedTensor] = {}
     known = {"lm_head.weight"} if model.tied else set()
     for spec in model.specs():

@@ -35,7 +35,7 @@ class OptimizerParts:
 
 
 def check_fits(optimizer: OptimizerParts, weights: Parts) -> None:
-    """Raise Unmapped unless the optimizer has a tensor of the same shape for each of the weights, and no other."""
+    """Raise Unmapped unless the optimizer has one tensor of the same shape for each weight, and no other tensor."""
     names = {name for name in weights if not NO_WEIGHTS.search(name)}
     in_16_bits = {name for name in names if weights[name][0].info.dtype != torch.float32}
     expected = dict.fromkeys(MOMENTS, names) | ({MASTERS: in_16_bits} if optimizer.masters else {})
@@ -59,7 +59,7 @@ def _check_parts(kind: str, name: str, parts: Sequence[ReadableTensor], weights:
 
 
 def updates_in(states: Any, where: Path) -> int:
-    """Return the step count that all parameters share. `states` are optimizer states in `where` without tensors.
+    """Return the step count that all parameters share. `states` are the optimizer states read from `where`.
 
     megatron-core writes `common_step`, a `step` per parameter, or a `step` per group, depending on the class of Adam.
     Raises Unmapped for a missing or impossible count, and for different counts.

@@ -11,8 +11,8 @@ LATEST = "latest_checkpointed_iteration.txt"
 
 def find_folder(origin: Origin, is_one: Callable[[Path], bool]) -> Path | None:
     """Return the first folder that `is_one` accepts, or None. With a tag, only the folder of this name may be returned.
-    Otherwise try the folder itself, `model` and `dist_ckpt` in it (verl), the role's folder with the same two, and the
-    newest iteration (Megatron-LM)."""
+    Otherwise try the folder itself, `model` and `dist_ckpt` in it (verl), the role's folder and the same two in that
+    folder, and the newest iteration (Megatron-LM)."""
     return next((folder for folder in _candidates(origin) if folder.is_dir() and is_one(folder)), None)
 
 

@@ -1,7 +1,7 @@
 """Finds the names of Adam's state in a Megatron rank's file, which numbers the parameters.
 
 The numbers follow the order of the parameters in the model, first of one parameter group, then of the next. The file
-lists the weights in the same order. Megatron's groups differ in weight decay, which no vector has.
+lists the weights in the same order. Megatron groups the parameters by weight decay; vectors get none.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ Numbered = list[tuple[int, str, StoredTensor]]
 
 
 def moments_of_rank(state: Any, weights: Weights, path: Path) -> dict[str, list[dict[str, StoredTensor]]]:
-    """Return exp_avg, exp_avg_sq and MASTERS like `weights`, out of the optimizer's `state` in the file `path`.
+    """Return exp_avg, exp_avg_sq and MASTERS in the structure of `weights`, from the optimizer's `state` in `path`.
 
     MASTERS are the float32 copies of weights in 16 bits. Raises Unmapped unless the order of the parameters follows
     from the groups, all shapes, and the values of the float32 copies.

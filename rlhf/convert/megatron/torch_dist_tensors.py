@@ -22,7 +22,7 @@ def stored_tensor(folder: DcpFolder, name: str) -> FunctionTensor:
 
 
 def unflattened(folder: DcpFolder, name: str, like: TensorInfo | None) -> ReadableTensor:
-    """Return the tensor `name`, in the shape of the weight `like` if it is stored flattened.
+    """Return the tensor `name`. If the folder stores it flattened, return it in the shape of the weight `like`.
 
     Up to megatron-core 0.15, format `fully_sharded_model_space` stores a tensor [X, Y] with blocks [x, y], one per
     rank, in the shape [X // x, Y // y, x * y].
@@ -49,7 +49,7 @@ def unflattened(folder: DcpFolder, name: str, like: TensorInfo | None) -> Readab
 
 
 def by_layer(stored: Mapping[str, ReadableTensor]) -> dict[str, list[ReadableTensor]]:
-    """Return tensors by Megatron's names, with the number of the layer; each is one part."""
+    """Return lists of one tensor each, by Megatron's names with the number of the layer."""
     parts: dict[str, list[ReadableTensor]] = {}
     for name, tensor in stored.items():
         rest, info = name.removeprefix(LAYERS), tensor.info

@@ -144,7 +144,7 @@ def _lines_of_start(result: dict[str, Any]) -> Iterator[str]:
     yield f"{result['target']}: {size_text(result['bytes'])}, from a checkpoint of layout {result['layout']}"
     yield "A new run continues with:"
     yield from (f"  {line}" for line in result["taken"])
-    yield "It does not continue the old run bit for bit. These start anew:"
+    yield "The new run does not continue the old run bit for bit. These parts start anew:"
     yield from (f"  {line}" for line in result["absent"])
-    yield "Start it with this command. Add your data, reward and other settings, and a new trainer.experiment_name:"
+    yield "Start the new run as follows. Add your data, reward and other settings, and a new trainer.experiment_name:"
     yield f"  python -m rlhf.train {' '.join(result['start'])}"

@@ -116,7 +116,7 @@ def _verdict(arguments: argparse.Namespace, source: "TensorSource", reference: "
 
 
 def _in_files(source: "TensorSource", architecture: "Architecture") -> "TensorSource":
-    """Return `source` under the names in files, with only the first of two equal tied tensors."""
+    """Return `source` with the tensor names of Hugging Face files, and only the first of two equal tied tensors."""
     from rlhf.models.hf.hf_folder import same_tensor
     from rlhf.models.hf.regrouped import as_in_files
 

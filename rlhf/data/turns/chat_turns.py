@@ -1,4 +1,4 @@
-"""Turns conversations into tokens and the policy's tokens into calls, without tokenizing again what was sampled."""
+"""Converts conversations to tokens and the policy's tokens to calls, without tokenizing sampled text again."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -120,7 +120,7 @@ class ChatTurns:
             ) from error
 
     def observation(self, sampled: Sequence[int], messages: Messages) -> list[int]:
-        """Return the tokens to append to a turn: what is missing of its end, new messages, the next generation prompt.
+        """Return the tokens to append to a turn: its end token if missing, the messages, the next generation prompt.
 
         Args:
             sampled: the tokens of the turn. If the turn was cut, they do not end with one of `stop_token_ids`.
@@ -206,14 +206,14 @@ class ChatTurns:
             return
         found = None if given else training_template(self._tokenizer, self._template, self._tools, self._after_turn)
         if found is None:
-            remedy = "Correct it" if given else "Set env.template=path.jinja to a template that does not"
+            remedy = "Correct it" if given else "Set env.template=path.jinja to a template without this problem"
             raise UserError(
                 f"{self._where}: the chat template {problem}, so messages cannot be appended to the tokens that the "
                 f"policy sampled. {remedy}."
             )
         name, self._training = found
         self.template_name = f"the training template {name}"
-        log.info("%s: the chat template %s. After the prompt, %s is used.", self._where, problem, self.template_name)
+        log.info("%s: the chat template %s. Later turns use %s.", self._where, problem, self.template_name)
 
     def _find_stops(self) -> frozenset[int]:
         vocabulary = self._tokenizer.get_vocab()

@@ -1,4 +1,4 @@
-"""Checks whether a chat template prints earlier turns as the policy wrote them, after new messages follow."""
+"""Checks whether a chat template prints earlier turns as the policy wrote them, when new messages follow."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

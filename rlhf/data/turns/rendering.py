@@ -78,7 +78,7 @@ class TemplateRenderer:
         """Return the message with its thoughts where the template reads them."""
         fitted = dict(message)
         if thoughts := fitted.pop("reasoning_content", None):
-            # `__init__` renders thoughts to test whether the template prints them. Assume so during the test.
+            # `__init__` renders thoughts to test whether the template prints them. Assume during the test that it does.
             if getattr(self, "knows_thoughts", True):
                 return fitted | {"reasoning_content": thoughts, "thinking": thoughts}
             fitted["content"] = f"<think>\n{thoughts}\n</think>\n\n{fitted.get('content') or ''}"

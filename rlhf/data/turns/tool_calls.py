@@ -1,4 +1,4 @@
-"""Defines what the policy did in a turn, and checks its calls against the JSON schemas of the tools."""
+"""Defines a turn of the policy and its calls, and checks the calls against the JSON schemas of the tools."""
 
 import hashlib
 import json
@@ -169,7 +169,7 @@ class ToolSchemas:
 
 
 def _wrong_type(value: Any, schema: Mapping[str, Any]) -> str | None:
-    """Return what the schema wants instead of `value`, or None. Reads type, enum and anyOf."""
+    """Return what the schema allows instead of `value`, or None if `value` fits. Reads type, enum and anyOf."""
     if options := schema.get("anyOf"):
         wrong = [_wrong_type(value, option) for option in options]
         return None if None in wrong else " or ".join(map(str, wrong))

@@ -19,7 +19,7 @@ from rlhf.errors import UserError
 
 
 class TextArena:
-    """A game. Its observations are the game's new messages, so that a turn repeats nothing."""
+    """A game. Each observation has only the messages that are new since the last turn."""
 
     _own_process = True
 
@@ -84,7 +84,7 @@ class TextArena:
                 return None
 
     def _shown(self, player: int, messages: list[tuple[Any, ...]]) -> str:
-        """Return the messages as text. The conversation already has the player's own moves."""
+        """Return the messages as text, without the player's own moves, which the conversation already has."""
         names = {-1: "GAME"} | self._core.state.role_mapping
         others = [(sender, text) for sender, text, *_ in messages if sender != player]
         return "\n".join(f"[{names.get(sender, f'Player {sender}')}] {text}" for sender, text in others)

@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     overrides = [word for word in argv if "=" in word and not word.startswith("-")]
     check_options(argv, ("--help", "-h"), WITH_VALUE)
-    # argparse does not accept options between overrides, so sort them first.
+    # argparse does not accept options between overrides, so put the options first.
     arguments = _parser().parse_args([*(word for word in argv if word not in overrides), *overrides])
     if arguments.env_from_secret:
         for name in _VARIABLE.findall(" ".join(arguments.overrides)):
@@ -70,7 +70,7 @@ def _name(text: str) -> str:
 def _object_name(text: str) -> str:
     if len(text) > 253 or not re.fullmatch("[a-z0-9]([-.a-z0-9]*[a-z0-9])?", text):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a name of Kubernetes: lower-case letters, digits, dashes and dots"
+            f"{text!r} is not a valid Kubernetes name: lower-case letters, digits, dashes and dots"
         )
     return text
 
@@ -83,7 +83,7 @@ def _image(text: str) -> str:
 
 def _quantity(text: str) -> str:
     if not re.fullmatch(r"[1-9][0-9]*(\.[0-9]+)?(m|[kMGT]|[KMGT]i)?", text):
-        raise argparse.ArgumentTypeError(f"{text} is not a quantity of Kubernetes, such as 8, 500m or 64Gi")
+        raise argparse.ArgumentTypeError(f"{text} is not a Kubernetes quantity, such as 8, 500m or 64Gi")
     return text
 
 

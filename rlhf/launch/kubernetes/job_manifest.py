@@ -1,8 +1,9 @@
 """Writes the manifest of a run: a Job for one machine, a JobSet for several.
 
 A pod's exit code decides what follows. After 75 the run starts again, any number of times. After 2 the run ends. Other
-codes count as failures. In a Job, the supervisor restarts crashed ranks, so pods rarely fail, and Kubernetes replaces a
-failed pod. In a JobSet, one failed pod fails the Job of all pods, and JobSet (0.10 or later) starts all pods again.
+nonzero codes count as failures. In a Job, the supervisor restarts crashed ranks, so pods rarely fail, and Kubernetes
+replaces a failed pod. In a JobSet, one failed pod fails the Job of all pods, and JobSet (0.10 or later) starts all pods
+again.
 """
 
 import re
@@ -28,7 +29,7 @@ CONTAINER, NODES = "train", "node"
 """Names of the container in a pod, and of the Job in a JobSet."""
 MASTER_PORT = 29500
 LAUNCH_NAME = "kubernetes-$(LAUNCH_UID)"
-"""Value of LAUNCH. Kubernetes replaces the variable in it."""
+"""Value of LAUNCH. Kubernetes replaces $(LAUNCH_UID)."""
 UID_OF_JOB = "batch.kubernetes.io/controller-uid"
 UID_OF_JOBSET = "jobset.sigs.k8s.io/jobset-uid"
 """Labels of a pod that stay the same when the pod is started again."""
@@ -55,7 +56,7 @@ def manifest(pod: Pod, trainer: TrainerConfig, name: str, namespace: str | None,
     """Return the manifest as YAML.
 
     Args:
-        backoff_limit: failures after which the run ends; None for the default of the kind.
+        backoff_limit: failures after which the run ends; None for the default of a Job or JobSet.
     """
     metadata = {"name": name} | ({} if namespace is None else {"namespace": namespace})
     if trainer.nnodes == 1:

@@ -66,7 +66,7 @@ def run_on_ray(config: Config, recipes: Sequence[str]) -> int:
 
 
 class _StopRequested:
-    """A Ray actor that records whether the driver was asked to stop. The workers poll it."""
+    """A Ray actor that records whether the driver was asked to stop. The workers poll the actor."""
 
     def __init__(self) -> None:
         self._requested = False
@@ -139,7 +139,7 @@ def _trainer(config: Config, recipes: Sequence[str], requests: Any, folder: str)
 
 
 def _wait(fit: _Fit, stop: StopRequest, requests: Any) -> None:
-    """Wait until the run ends. Pass a stop request on to the workers; a second one ends the wait."""
+    """Wait until the run ends. Pass a stop request on to the workers; a second stop signal ends the wait."""
     passed_on = False
     while fit.is_alive() and not stop.kill:
         if stop.signal_name is not None and not passed_on:

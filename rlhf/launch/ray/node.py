@@ -72,7 +72,7 @@ class StopNotices:
 
 
 class RankProcess:
-    """Runs a rank as a process. Copies the rank's stderr to the worker's stderr, and stores the last error in it."""
+    """Runs a rank as a process. Copies the rank's stderr to the worker's stderr, and stores the last error."""
 
     def __init__(self, process: "subprocess.Popen[str]", errors: IO[str]) -> None:
         self.process, self._error = process, list[str]()
@@ -80,7 +80,7 @@ class RankProcess:
         self._reader.start()
 
     def error(self) -> str | None:
-        """Return the text from the last `error:` on, once the rank has ended; None if there was none."""
+        """Return the text after the last `error: `, once the rank has ended; None if the rank wrote no error."""
         self._reader.join(_LAST_LINES_S)
         return "".join(self._error).strip() or None
 
@@ -123,7 +123,7 @@ def run_node(job: NodeJob) -> None:
     notices = StopNotices(job)
     try:
         if not job.folder.is_dir():
-            message = f"The working directory {job.folder} is missing on a machine. Start in a folder that all share."
+            message = f"The working directory {job.folder} is missing on a machine. Start in a shared folder."
             raise RanksEnded(EXIT_USER_ERROR, None, False, message)
         for local in range(job.nproc):
             rank = node * job.nproc + local
@@ -178,7 +178,7 @@ def _start(job: NodeJob, variables: dict[str, str], listener: socket.socket | No
     assert process.stdin is not None
     assert process.stderr is not None
     rank = RankProcess(process, process.stderr)
-    with suppress(BrokenPipeError), process.stdin:  # a rank that dies at once is found later
+    with suppress(BrokenPipeError), process.stdin:  # `_wait` finds a rank that died at once
         json.dump({"config": job.config, "recipes": job.recipes}, process.stdin)
     return rank
 

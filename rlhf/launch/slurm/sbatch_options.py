@@ -20,7 +20,7 @@ SET_HERE = {
     "wrap": "The command writes the script.",
     "chdir": "Start the command in that folder: relative paths of settings belong to the folder of the command.",
 }
-"""Maps sbatch options that the script sets to what users write instead."""
+"""For each sbatch option that the script sets: what users write instead."""
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 

@@ -32,7 +32,7 @@ class Adapter:
 
 
 def adapter_choice(choice: str | None, path: Path) -> str:
-    """Return `choice`, the value of `--adapter`. If it is not set, raise UserError with `path` in the message."""
+    """Return `choice`, the value of `--adapter`. Raise UserError, which names `path`, unless it is KEEP or MERGE."""
     if choice in (KEEP, MERGE):
         return str(choice)
     raise UserError(
@@ -59,7 +59,7 @@ def split_adapter(
         else:
             base[_plain(name)] = tensor
     if len(found) > 1:
-        raise UserError(f"{path} has several adapters: {', '.join(sorted(found))}. Save it with one.")
+        raise UserError(f"{path} has several adapters: {', '.join(sorted(found))}. Save it with one adapter.")
     return base, adapter
 
 
@@ -82,7 +82,9 @@ def merged(base: Mapping[str, ReadableTensor], adapter: Adapter) -> dict[str, Re
         if match := FACTOR.fullmatch(name):
             factors.setdefault(_plain(match[1]) + ".weight", {})[match[2]] = tensor
         elif ".lora_" in name:
-            raise UserError(f"{adapter.path} has {name}, an unsupported part of an adapter. Merge it with peft.")
+            raise UserError(
+                f"{adapter.path} has {name}, an unsupported part of an adapter. Merge the adapter with peft."
+            )
         else:
             plain = _plain(REPLACED.sub("", name))
             _check_base(adapter, plain, base, tensor.info.shape)
@@ -110,7 +112,9 @@ def _check(adapter: Adapter) -> None:
 def _check_base(adapter: Adapter, name: str, base: Mapping[str, ReadableTensor], shape: tuple[int, ...]) -> None:
     if name not in base or base[name].info.shape != shape:
         problem = f"has shape {base[name].info.shape} there, not {shape}" if name in base else "is missing there"
-        raise UserError(f"{adapter.path} does not fit this base: {name} {problem}. Set --hf_model_path to its base.")
+        raise UserError(
+            f"{adapter.path} does not fit this base: {name} {problem}. Set --hf_model_path to the adapter's base."
+        )
 
 
 def _with_factors(

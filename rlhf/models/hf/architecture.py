@@ -132,7 +132,7 @@ def _hint(names: Iterable[str], value_model: bool) -> str:
     Only `merge` has the options that the hints name.
     """
     if value_model:
-        return "; it was read as a value model, because of --is-value-model or the role critic"
+        return "; the checkpoint was read as a value model, because of --is-value-model or the role critic"
     if any(name.startswith(("score.", "classifier.", "v_head.")) for name in names):
         return "; for a value model, use merge with --is-value-model"
     if "lm_head.weight" in names:

@@ -131,7 +131,7 @@ def check_range(name: str, tensor: Tensor, result: Tensor) -> None:
 
 
 def prefetch_next(items: Iterator[T]) -> Iterator[T]:
-    """Yield the same items, producing the next item in another thread while the caller uses the current item."""
+    """Yield the elements of `items`, and produce the next one in another thread while the caller uses this one."""
     end: Any = object()
     with ThreadPoolExecutor(1) as beside:
         following = beside.submit(next, items, end)

@@ -112,7 +112,10 @@ def may_rename(config: Mapping[str, Any]) -> bool:
 def make_plan(
     tensors: Tensors, small: Mapping[str, bytes], config: dict[str, Any], changes: dict[str, Any], options: HfOptions
 ) -> HfPlan:
-    """Return the plan for tensors in their final types, with `changes` of the `config` in `small`."""
+    """Return the plan for tensors in their final types.
+
+    `config` is the parsed config.json of the files `small`; `changes` replaces entries of `config`.
+    """
     if options.tied is not None:
         changes = changes | {"tie_word_embeddings": options.tied}
     files = dict(small) | ({MODEL_CONFIG: as_json(config | changes)} if changes else {})

@@ -178,7 +178,7 @@ class _LocalFile:
     def __init__(self, export: HfExport, file: WeightsFile) -> None:
         self._tensors, self.file = export.plan.tensors, file
         named = ((name, export.in_files[name]) for name in file.first_byte)
-        # Sort the shards in file order, as the plan does.
+        # In file order, as in `plan_blocks`: a message has its parts of a block in this order.
         self._shards = [(name, shard) for name, shard in named if shard.saved_here and shard.local.numel()]
         self._begins = [
             file.first_byte[name] + bounds(shard.box, shard.shape)[0] * ITEM_BYTES[self._tensors[name][0]]
@@ -227,7 +227,8 @@ class _LocalFile:
 class _BlockWriter:
     """Writes one rank's blocks, with memory for two blocks.
 
-    `problem` is the first error. After an error the rank stops writing, but still sends the parts that others wait for.
+    `problem` is the first error. After an error the rank stops writing, but still sends the parts that other ranks wait
+    for.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:

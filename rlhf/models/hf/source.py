@@ -102,7 +102,7 @@ class TensorSource(Protocol):
 
 
 class ReadableTensor(Protocol):
-    """A tensor on disk."""
+    """A tensor that is read in ranges."""
 
     @property
     def info(self) -> TensorInfo: ...

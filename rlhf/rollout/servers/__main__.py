@@ -22,8 +22,8 @@ REQUIRED = [
     *("--generation-config", "vllm"),  # otherwise the model's file adds stop tokens and penalties
     *("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}'),
 ]
-# By default vLLM takes a fraction of the machine's memory, and fails to start if other programs use it. Pages of the
-# cache that are never used take no memory.
+# By default vLLM reserves a fraction of the machine's memory, and fails to start if less memory is free. Pages of the
+# cache that are never used need no memory.
 CPU_DEFAULTS = ["--kv-cache-memory-bytes", str(1 << 30)]
 # Seeded requests fail in chunked prefill on a CPU.
 CPU_REQUIRED = ["--enforce-eager", "--no-enable-chunked-prefill"]

@@ -35,7 +35,7 @@ class ServerFailure(Exception):
 
 
 class SecretRejected(ServerFailure):
-    """The server expects another secret."""
+    """The server answered 401: the request lacks the secret that the server expects."""
 
 
 class StaleAnswer(Exception):

@@ -5,7 +5,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 GROWTH = 8
-"""A limit grows by 1/GROWTH. A lowered limit exceeds the running samples by 1/GROWTH. Both by one sample at least."""
+"""A limit grows by 1/GROWTH of its value. A lowered limit is 1/GROWTH above the number of running samples. Each
+difference is at least one sample."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ class Concurrency:
 class SampleQueue:
     """Samples of a generation that no server generates yet, by index.
 
-    Siblings (samples of one prompt) go to the server that got their first sample, so that it prefills the prompt only
-    once. Other servers receive siblings only after every prompt has been sent to a server.
+    Siblings (samples of one prompt) go to the server that got their first sample, so that this server prefills the
+    prompt only once. Other servers receive siblings only after every prompt has been sent to a server.
     """
 
     def __init__(self, groups: Iterable[Sequence[int]]) -> None:

@@ -38,8 +38,8 @@ class FleetLoop:
     """State of the fleet; only its event loop accesses the state.
 
     Args:
-        processes: servers that this run starts, by log file. If empty, the servers are `settings.urls`. Servers that
-            still run are used again. The caller ends the servers.
+        processes: servers that this run starts, by log file. If empty, the servers are `settings.urls`. Servers of an
+            earlier attempt that still run are reused. The caller ends the servers.
         request_settings: settings that all requests share.
         secret: sent to each server with every request.
         capacity: number of samples that a server decodes together; `Concurrency` adapts it to the reported load.
@@ -118,10 +118,10 @@ class FleetLoop:
         return outcome
 
     def begin_push(self, label: str, version: int) -> dict[str, str]:
-        """Set the label and version of the wanted weights. Return the servers that need a push, and their last labels.
+        """Set the label and version of the wanted weights. Return the last label of each server to push to, by URL.
 
-        These are the live servers that have other weights, or weights that this trainer has not verified yet, by URL.
-        They get no other calls until `end_push`.
+        Such a server is alive and has other weights, or weights that this trainer has not verified yet. The fleet makes
+        no other calls to the server until `end_push`.
         """
         self._label, self._version = label, version
         for member in self._members:
@@ -151,7 +151,7 @@ class FleetLoop:
     def begin(self, requests: Sequence[Request], seed: int, step: int, quotas: Sequence[Quota] = ()) -> None:
         """Start to generate. `until` waits for all samples or for the quotas, and `samples` returns the samples.
 
-        The servers continue the other samples until `stop`.
+        After the quotas are reached, the servers continue the unfinished samples until `stop`.
         """
         self._generation = ServedGeneration(list(requests), quotas, seed, step)
         self._budget.needed = True
@@ -163,7 +163,7 @@ class FleetLoop:
         return self._generation.samples
 
     def pop_news(self) -> dict[int, Sample]:
-        """Return the samples that are complete since the last call, by index of the request."""
+        """Return the samples completed since the last call, by index of the request."""
         assert self._generation is not None
         return self._generation.pop_news()
 
@@ -275,7 +275,7 @@ class FleetLoop:
                 log.info("Rollout server %s is up, with the weights %r.", member.url, label)
 
     async def _count(self, member: Member) -> None:
-        """Read the load of a busy server. An error counts as a failure only when the deadline passes."""
+        """Read the load of a busy server. An error is no failure; a missed deadline (`ServerHealth.overdue`) is."""
         with self._probing(member, may_fail=True):
             load = await member.client.load()
             member.health.counted(_now(), load.tokens)
@@ -348,7 +348,7 @@ class FleetLoop:
         """Make the server end its requests and answer with the tokens so far."""
         try:
             await member.client.abort([task.get_name() for task in member.tasks])
-            # A request that the server received after the call is aborted by the next call.
+            # The next call aborts requests that the server received after this call.
             await asyncio.sleep(TICK_S)
         except ServerFailure as failure:
             self._fail(member, str(failure), gone=failure.hung)
@@ -379,7 +379,7 @@ class FleetLoop:
         except Exception as error:
             self.error = error
         else:
-            # The requests of a dropped server are queued again.
+            # After `_drop`, the task is no longer in `tasks` and the request is queued again: ignore this answer.
             if member.tasks.pop(task, None) is not None:
                 generation.answered(index, sample)
                 if sample.finish_reason == "partial":

@@ -127,7 +127,7 @@ class ServerHealth:
         self._wanted = label
 
     def pushed(self, now: float, label: str, error: str | None) -> None:
-        """Record that the server has the weights `label` and no request of an earlier trainer, or the error."""
+        """Record a push. Without `error`, the server has the weights `label` and no request of an earlier trainer."""
         self._verified, self.label = error is None, label if error is None else ""
         if self.state != "stale":
             return
@@ -163,7 +163,7 @@ class ServerHealth:
         self._start_due = self._ours and (gone or self._start_due or self.failures > 1)
 
     def ended(self) -> None:
-        """Record that the process of a dead server has ended, so that it is restarted and not only probed."""
+        """Record that the process of a dead server has ended, so that `due` returns `start` and not `probe`."""
         self._start_due = self._ours
 
     @property

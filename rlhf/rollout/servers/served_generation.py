@@ -55,6 +55,6 @@ class ServedGeneration:
         return [self._samples.get(i, request.so_far) for i, request in enumerate(self.requests)]
 
     def pop_news(self) -> dict[int, Sample]:
-        """Return the complete samples since the last call, by index of the request, ascending."""
+        """Return the samples completed since the last call, by index of the request, ascending."""
         news, self._news = sorted(self._news), []
         return {index: self._samples[index] for index in news}

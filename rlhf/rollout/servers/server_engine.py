@@ -36,9 +36,9 @@ T = TypeVar("T")
 KEEP_ALIVE_S = 20.0
 """Interval in seconds between keep-alives from the leader to the waiting ranks, so that no timeout fires."""
 NEWS_S = 0.25
-"""Interval in seconds in which ranks with a listener receive their complete samples."""
+"""Interval in seconds at which ranks with a listener receive their newly completed samples."""
 EXCHANGE_S = 0.03
-"""Longest wait in seconds for complete samples in `exchange`."""
+"""Longest wait in seconds for newly completed samples in `exchange`."""
 
 
 class ServerEngine:
@@ -103,7 +103,7 @@ class ServerEngine:
         self._on_leader(lambda fleet: fleet.do(lambda loop: loop.begin(all_requests, seed, step, all_quotas)))
 
     def exchange(self, requests: Sequence[Request], *, wait: bool) -> list[Sample]:
-        """Add requests to the generation, and return this rank's samples that are complete since the last call."""
+        """Add requests to the generation, and return this rank's samples completed since the last call."""
         of_ranks = gather_requests(requests, range(self._coordinator.world_size), [0], self._coordinator)
         self._owners += [rank for rank, of_rank in enumerate(of_ranks) for _ in of_rank]
         added = list(chain.from_iterable(of_ranks))
@@ -122,10 +122,10 @@ class ServerEngine:
         return samples
 
     def stop(self) -> list[Sample]:
-        """Return the sample of each of this rank's requests in `begin`. An unfinished sample is partial and has the
-        tokens so far.
+        """Stop the generation, and return the sample of each of this rank's requests in `begin`.
 
-        If a server fails, the tokens of its unfinished samples are lost.
+        An unfinished sample is partial and has the tokens so far. If a server fails, the tokens of its unfinished
+        samples are lost.
         """
         self._on_leader(lambda fleet: fleet.do(FleetLoop.stop))
         self._outcome()
@@ -143,7 +143,7 @@ class ServerEngine:
         return scatter_samples(parts, self._coordinator)
 
     def _news(self) -> list[Sample]:
-        """Return this rank's samples that are complete since the last call. Collective."""
+        """Return this rank's samples completed since the last call. Collective."""
         parts: list[list[Sample]] = []
 
         def split_by_rank(fleet: Fleet) -> None:
@@ -214,7 +214,7 @@ class ServerEngine:
         self._on_leader(lambda fleet: fleet.do(lambda loop: loop.end_push(self._label, errors)))
 
     def _send_weights(self, labels: Mapping[str, str], name: str) -> Pushed:
-        """Send the weights to servers, given with their last known labels. Collective."""
+        """Send the weights to the servers of `labels` (URL -> last known label). Collective."""
         return self._walk(self._weights, lambda push, tensors: push.send(list(labels), tensors, name), Pushed("", {}))
 
     def _adopt(self, urls: Sequence[str]) -> dict[str, str | None]:

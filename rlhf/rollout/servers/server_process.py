@@ -74,7 +74,7 @@ class ServerProcess:
 
 
 def flags(config: RolloutConfig, folder: Path, max_model_len: int, device: torch.device) -> list[str]:
-    """Return the command line of `python -m rlhf.rollout.servers`; engine_kwargs.vllm comes last and overrides."""
+    """Return the command line of `python -m rlhf.rollout.servers`; values in engine_kwargs.vllm override ours."""
     ours: dict[str, Any] = {
         "dtype": config.dtype,
         "seed": 0,
@@ -89,7 +89,7 @@ def flags(config: RolloutConfig, folder: Path, max_model_len: int, device: torch
 
 
 def as_flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Return vLLM's engine arguments as command-line flags; None leaves an argument to vLLM."""
+    """Return vLLM's engine arguments as command-line flags. An argument with the value None gets vLLM's default."""
     words = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")

@@ -24,7 +24,7 @@ def vllm_arguments(lora: LoraConfig, config: RolloutConfig) -> dict[str, Any]:
 
 
 def vllm_rank(lora: LoraConfig) -> int:
-    """Return the smallest `max_lora_rank` of vLLM that fits."""
+    """Return the smallest `max_lora_rank` of vLLM that is at least `lora.rank`."""
     return next(allowed for allowed in RANKS if lora.rank <= allowed)
 
 
@@ -98,5 +98,5 @@ def replace_adapters(
 
 
 def copies(adapters: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return copies in `dtype` on the CPU, which vLLM may change."""
+    """Return copies of `adapters` in `dtype` on the CPU. vLLM may change the copies."""
     return {name: tensor.detach().to("cpu", dtype, copy=True).contiguous() for name, tensor in adapters}

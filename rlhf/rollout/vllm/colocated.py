@@ -40,7 +40,7 @@ PARTS = ("weights", "kv_cache")  # vLLM's names of the memory that its sleep rel
 
 @dataclass(frozen=True)
 class WeightsInFiles:
-    """Weights that an update must send, as the model's files have them."""
+    """Names and shapes of the weights that an update must send, as in the model's files."""
 
     shapes: Mapping[tuple[str, ...], Sequence[int]]
     """Shapes by names in files; all names of a tied weight form one key."""

@@ -12,7 +12,7 @@ from rlhf.rollout.engine import Request
 def request_seed(seed: int, step: int, request: Request) -> int:
     """Return the request's seed: 62 random bits plus the number of the sample, as vLLM seeds the samples of a prompt.
 
-    A continued response has other bits, because vLLM restarts its generator with each request.
+    A continued response has other bits than its beginning, because vLLM restarts its generator with each request.
     """
     facts = struct.pack("<qqq", seed, step, request.uid)
     if request.start:

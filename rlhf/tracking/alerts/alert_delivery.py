@@ -28,7 +28,7 @@ def host_of(address: str) -> str:
 def run_command(config: AlertsConfig, facts: dict[str, object]) -> str | None:
     """Start the command with the facts as JSON on stdin and as RLHF_ALERT... variables.
 
-    Return the problem, or None. After `timeout_s` the command and its children are killed.
+    Return the problem, or None. Kill the command after `timeout_s`, and its child processes also when it ends earlier.
     """
     named = {f"RLHF_ALERT_{name.upper()}": "" if value is None else str(value) for name, value in facts.items()}
     # A message may contain a null character, but an environment variable may not.
@@ -51,7 +51,7 @@ def run_command(config: AlertsConfig, facts: dict[str, object]) -> str | None:
         return f"{config.command[0]} took longer than tracking.alerts.timeout_s={config.timeout_s:g} and was killed"
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # child processes that are left keep the output open
+            os.killpg(process.pid, signal.SIGKILL)  # includes child processes that outlive the command
         process.wait()
     if process.returncode == 0:
         return None

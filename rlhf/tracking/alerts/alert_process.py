@@ -1,8 +1,8 @@
 """Watches the files of a run and sends its alerts: python -m rlhf.tracking.alerts.alert_process RUN_DIR STARTS.
 
 STARTS is the number of earlier starts in events.jsonl. The process only reads what the training writes. Its stdin is a
-pipe from the process that finishes the run. When this pipe closes, the process takes a last look and ends. stderr is a
-pipe for warnings.
+pipe from the process that finishes the run. When this pipe closes, the process sends the last alerts and ends. stderr
+is a pipe for warnings.
 """
 
 import os

@@ -74,7 +74,7 @@ def page_of(run_dirs: Sequence[Path], deadline_s: float = LONGEST_S, *, live: bo
 
 
 def run_names(run_dirs: Sequence[Path]) -> list[str]:
-    """Return a distinct name for each run: its folder's name, after as many parent folders as make it unique.
+    """Return a distinct name for each run: its folder's name, with as many parent folders as make all names distinct.
 
     Raises:
         UserError: two of the paths are the same directory.

@@ -67,7 +67,7 @@ class PhaseTimes:
             self.slowest[int(record["perf/slowest_rank"])] += 1
 
     def rows(self) -> list[tuple[str, float]]:
-        """Return the phases with their seconds, the longest first, and the rest of the steps as `other`."""
+        """Return the phases with their seconds, the longest first, and the rest of the steps' time as `other`."""
         inside = sum(seconds for name, seconds in self._seconds.items() if name not in _OUTSIDE)
         found = [(PHASES[name], seconds) for name, seconds in self._seconds.items()]
         found.append(("other", max(0.0, self._steps - inside)))

@@ -53,7 +53,7 @@ def ticks(low: float, high: float, most: int, least: float = 0.0) -> list[float]
 
 
 def number(value: float, digits: int = 1) -> str:
-    """Format a value in at most seven characters. Large and small values have `digits` decimal places."""
+    """Format a value briefly. Values from 1e6 on and below 1e-3 have an exponent and `digits` decimal places."""
     size = abs(value)
     if size >= 1e6 or 0 < size < 1e-3:
         return f"{value:.{digits}e}".replace("e-0", "e-").replace("e+0", "e")

@@ -34,7 +34,10 @@ class NcclGroup:
         self.label = ""  # the servers' `weight_version` after the last update
 
     def join(self, urls: Sequence[str]) -> bool:
-        """Join a group with exactly these servers. Return False on failure; the same servers are not tried again."""
+        """Join a group with exactly these servers. Return False on failure.
+
+        After a failure, a later call with the same servers returns False without another try.
+        """
         if list(urls) != self._urls:
             self.leave()
             self._communicator = self._rendezvous(urls)
@@ -82,7 +85,7 @@ class NcclGroup:
         return communicator
 
     def send(self, bucket: dict[str, Tensor], urls: Sequence[str]) -> dict[str, str]:
-        """Broadcast the bucket; return errors by URL. An interrupted broadcast fails for all: workers may hang."""
+        """Broadcast the bucket; return errors by URL. An interrupted broadcast fails for all URLs: workers may hang."""
         if not urls:
             return {}
         if self._communicator is None and not self.join(urls):  # a server dropped out during the last bucket

@@ -21,7 +21,7 @@ _NONCE, _HMAC = "X-Rlhf-Nonce", "X-Rlhf-Proof"
 
 
 class WeightServer:
-    """Serves bytes over HTTP at one address of this machine while their context lasts, and signs each response."""
+    """Serves bytes over HTTP at one address of this machine, inside the context of `serve`; signs each response."""
 
     def __init__(self, address: str, timeout_s: float, secret: str) -> None:
         self._served: dict[str, bytes] = {}

@@ -16,8 +16,8 @@ _RECEIVE = "_rlhf_receive"
 def download_adapters(manager: Any, receive: Receive) -> None:
     """Let `manager` (vLLM's LoRAModelManager) call `receive` for each new adapter whose path is an address.
 
-    vLLM's class for workers loads adapters only from folders, and the worker gives no access to its instance. So this
-    function replaces a method of the class, once per process.
+    `LRUCacheWorkerLoRAManager` loads adapters only from folders, and vLLM's worker gives no access to its instance of
+    this class. So this function replaces a method of the class, once per process.
     """
     setattr(manager, _RECEIVE, receive)
     add = LRUCacheWorkerLoRAManager.add_adapter
