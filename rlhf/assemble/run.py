@@ -46,7 +46,7 @@ from rlhf.config.derived import (
     samples_per_step,
     sends_adapters,
 )
-from rlhf.config.rules.learning_rules import warmup_problems
+from rlhf.config.rules.learning_rules import idle_coefficients, warmup_problems
 from rlhf.config.secrets import masked
 from rlhf.data import PromptStream
 from rlhf.errors import UserError
@@ -136,18 +136,8 @@ def _inputs(setup: Setup, scratch: Path) -> RunInputs:
         held_out=val_set,
         quiet=not coordinator.is_leader,
     )
-    if coordinator.is_leader and trainer.save_freq == 0:
-        log.warning(
-            "trainer.save_freq=0: no checkpoint is saved, so the trained model is lost at the end. Set "
-            "trainer.save_freq=N, which also saves the last step."
-        )
-    if coordinator.is_leader and len(train_set) < data.train_batch_size:
-        log.warning(
-            "There are %d training prompts, fewer than data.train_batch_size=%d: each step has some prompts several "
-            "times. A smaller batch avoids this.",
-            len(train_set),
-            data.train_batch_size,
-        )
+    if coordinator.is_leader:
+        _warn_of_settings(config, len(train_set))
     steps_per_epoch = len(train_set) / data.train_batch_size
     steps = planned_steps(trainer, steps_per_epoch)
     if trainer.total_training_steps is None:
@@ -160,6 +150,24 @@ def _inputs(setup: Setup, scratch: Path) -> RunInputs:
         started_on=day.isoformat(),
     )
     return RunInputs(models, train_set, val_set, stream, driver, day)
+
+
+def _warn_of_settings(config: Config, prompts: int) -> None:
+    """Log settings that lose the model, have no effect or repeat prompts. `prompts`: number of training prompts."""
+    if config.trainer.save_freq == 0:
+        log.warning(
+            "trainer.save_freq=0: no checkpoint is saved, so the trained model is lost at the end. Set "
+            "trainer.save_freq=N, which also saves the last step."
+        )
+    for line in idle_coefficients(config):
+        log.warning("%s", line)
+    if prompts < (batch := config.data.train_batch_size):
+        log.warning(
+            "There are %d training prompts, fewer than data.train_batch_size=%d: each step has some prompts several "
+            "times. A smaller batch avoids this.",
+            prompts,
+            batch,
+        )
 
 
 def _check_warmups(config: Config, steps: int, prompts: int, coordinator: Coordinator) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from rlhf.compose import compose_config
 from rlhf.config.library import Library
+from rlhf.config.rules.learning_rules import idle_coefficients
 from rlhf.config.rules.validate import validate
 from tests.support.commands import compose
 from tests.support.configurations import make, problems
@@ -558,3 +559,22 @@ def test_tensor_parallel_groups_divide_the_ranks():
 )
 def test_the_bound_of_ages_allows_what_async_steps_needs(typed, bound):
     assert compose(*typed).rollout.max_staleness == bound
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, None),
+        ({"algorithm__kl_ctrl__kl_coef": 0.0, "actor__kl_loss_coef": 0.0}, None),
+        ({"algorithm__kl_ctrl__kl_coef": 0.05, "algorithm__use_kl_in_reward": True}, None),
+        ({"actor__kl_loss_coef": 0.05, "actor__use_kl_loss": True}, None),
+        ({"algorithm__kl_ctrl__kl_coef": 0.05}, "kl_coef=0.05: has effect only with algorithm.use_kl_in_reward=true"),
+        ({"actor__kl_loss_coef": 0.05}, "actor.kl_loss_coef=0.05: has effect only with actor.use_kl_loss=true"),
+    ],
+)
+def test_a_kl_coefficient_that_no_term_uses_is_a_warning(changes, line):
+    config = make(**changes)
+    validate(config, {})
+    lines = list(idle_coefficients(config))
+    assert len(lines) == (line is not None)
+    assert (line or "") in "".join(lines)
