@@ -1,8 +1,8 @@
 """Serves an agent as the environment of one episode. An agent is a user's program that calls the model.
 
-The calls of the trainer are `start` (returns the messages and tools of the program's first request), `answer` (returns
-the messages that the program adds after the policy's answer, or a `Fork` if the program rewrites its history, or None
-if the program has ended), and `reward`.
+The calls of the trainer are `start` (returns the history of the program's first request), `answer` (returns the
+messages or tokens that the program adds after the policy's answer, or a `Fork` if the program rewrites its history, or
+None if the program has ended), and `reward`.
 """
 
 import json
@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.environments.agent_start import ProgramStart
-from rlhf.environments.chat_endpoint import ChatEndpoint, PendingRequest
-from rlhf.environments.chat_protocol import Conversation, Fork, Message, RejectedRequest, completion
+from rlhf.environments.chat_endpoint import CHAT, ChatEndpoint, PendingRequest
+from rlhf.environments.chat_protocol import Conversation, Fork, Message, RejectedRequest, Start
+from rlhf.environments.token_protocol import TokenHistory
 from rlhf.storage.files import make_new_dir
 
 _LONGEST_OUTPUT = 4000
@@ -43,10 +44,12 @@ class ServedAgent:
         """`folder`: the program's new folder, not created yet. A restarted program must get the same path."""
         self._program, self._timeout_s, self._folder = program, timeout_s, folder
         self._events: queue.Queue[PendingRequest | None] = queue.Queue()
-        self._conversation = Conversation()
+        self._path = ""
+        """The path of the last request."""
+        self._history: Conversation | TokenHistory
         self._pending: PendingRequest | None = None
-        self._last: tuple[Any, dict[str, Any]] | None = None
-        """The body of the last answered request, and its answer."""
+        self._last: PendingRequest | None = None
+        """The last answered request."""
         self._answers = 0
         self._pid: int | None = None
         self._code: int | None = None
@@ -73,6 +76,7 @@ class ServedAgent:
         self._seed = int(request["seed"])
 
     def _start(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._vocabulary = int(request["vocabulary"])
         make_new_dir(self._folder)
         self._endpoint = ChatEndpoint(self._events)
         variables = {
@@ -93,20 +97,18 @@ class ServedAgent:
         self._endpoint.start()  # after the fork of the program, which should not copy a running thread
         self._output = _Output(pipe)
         threading.Thread(target=self._wait, args=(self._pid,), daemon=True).start()
-        if (messages := self._next()) is None:
+        first = self._next()
+        if not isinstance(first, dict):
             raise _FailedError(self._ended("without a request to OPENAI_BASE_URL"))
-        return {"messages": messages, "tools": self._conversation.tools}
+        return first
 
-    def _answer(self, request: dict[str, Any]) -> list[Message] | Fork | None:
+    def _answer(self, request: dict[str, Any]) -> list[Message] | list[int] | Fork | None:
         assert self._pending is not None
-        pending, self._pending = self._pending, None
+        self._last, self._pending = self._pending, None
         self._answers += 1
-        self._conversation.answered(request["message"])
-        model = str(pending.body.get("model", "rlhf"))
-        answer = completion(self._answers, model, request["message"], request["usage"])
-        self._last = pending.body, answer
-        pending.reply(answer)
-        return self._next()
+        self._last.reply(self._history.answer(self._answers, self._last.body, request))
+        new = self._next()
+        return {"kept": 0} | new if isinstance(new, dict) else new  # another protocol than before begins a row
 
     def _reward(self, request: dict[str, Any]) -> float:
         """End the episode, wait for the end of the program, and return the reward that the program wrote.
@@ -123,11 +125,12 @@ class ServedAgent:
             raise _FailedError(_NO_REWARD)
         return found or 0.0
 
-    def _next(self) -> list[Message] | Fork | None:
-        """Wait for the program's next request. Return its new messages, a rewritten history, or None at the end."""
+    def _next(self) -> list[Message] | list[int] | Start | Fork | None:
+        """Wait for the program's next request. Return its new messages or tokens, its history, or None at the end."""
         # A client that did not wait for its answer sends the same request again.
-        while (event := self._events.get()) is not None and self._last and event.body == self._last[0]:
-            event.reply(self._last[1])
+        while (event := self._events.get()) is not None and self._last and event.repeats(self._last):
+            assert self._last.answer is not None
+            event.reply(self._last.answer)
         if event is None:
             if self._code:
                 raise _FailedError(self._ended(f"with exit code {self._code}"))
@@ -135,7 +138,10 @@ class ServedAgent:
         try:
             if event.overlaps:  # treated as a rewritten history, it would make rows depend on timing
                 raise RejectedRequest("it came before the answer to another request. Send one request after the other")
-            new = self._conversation.take(event.body)
+            if event.path != self._path:
+                self._history = Conversation() if event.path == CHAT else TokenHistory(self._vocabulary)
+                self._path = event.path
+            new = self._history.take(event.body)
         except RejectedRequest as error:
             event.reject(str(error))
             raise RejectedRequest(f"a request of the program was rejected: {error}") from error

@@ -1,4 +1,4 @@
-"""Serves OpenAI's chat protocol on loopback, for the program of one episode."""
+"""Serves OpenAI's chat protocol and vLLM's token protocol on loopback, for the program of one episode."""
 
 import hmac
 import json
@@ -11,7 +11,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from rlhf.environments.chat_protocol import chunks
+from rlhf.environments.token_protocol import token_chunks
 
+CHAT = "/v1/chat/completions"
+STREAMS = {CHAT: chunks, "/inference/v1/generate": token_chunks}
+"""The paths of requests to the policy, each with a function that streams an answer."""
 MAX_REQUEST_BYTES = 1 << 22
 """Largest request. As ASCII JSON it is up to three times as long, and must fit into `sessions.MAX_REPLY_BYTES`."""
 IDLE_S = 600.0
@@ -22,12 +26,16 @@ IDLE_S = 600.0
 class PendingRequest:
     """A request that waits for its answer."""
 
+    path: str
     body: Any
     overlaps: bool = False
     """Whether the request came before the answer to another request."""
     answer: dict[str, Any] | None = None
     """The completion, or `error`."""
     done: threading.Event = field(default_factory=threading.Event)
+
+    def repeats(self, other: "PendingRequest") -> bool:
+        return (self.path, self.body) == (other.path, other.body)
 
     def reply(self, answer: dict[str, Any]) -> None:
         self.answer = answer
@@ -60,14 +68,14 @@ class ChatEndpoint:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_address[1]}/v1"
 
-    def ask(self, body: Any) -> dict[str, Any]:
+    def ask(self, path: str, body: Any) -> dict[str, Any]:
         """Queue a request and return its answer."""
-        pending = PendingRequest(body)
+        pending = PendingRequest(path, body)
         with self._lock:
             if self._closed:
                 pending.end()
             else:
-                pending.overlaps = any(each.body != body and not each.done.is_set() for each in self._waiting)
+                pending.overlaps = any(not (pending.repeats(each) or each.done.is_set()) for each in self._waiting)
                 self._waiting.append(pending)
                 self._requests.put(pending)
         pending.done.wait()
@@ -132,14 +140,14 @@ class _ChatHandler(BaseHTTPRequestHandler):
         content = self.rfile.read(int(length))
         if not self._allowed():
             return
-        if self.path != "/v1/chat/completions":
+        if self.path not in STREAMS:
             self._send(*_unknown(self.path))
             return
         try:
             body = json.loads(content)
         except (ValueError, RecursionError):
             body = None
-        self._answer(body, self.server.endpoint.ask(body))
+        self._answer(body, self.server.endpoint.ask(self.path, body))
 
     def _drain(self, left: int) -> None:
         """Read the body, else the client would not read the answer."""
@@ -150,8 +158,8 @@ class _ChatHandler(BaseHTTPRequestHandler):
         if "error" in answer:
             self._send(400, answer)
         elif body.get("stream"):
-            events = "".join(chunks(answer, bool((body.get("stream_options") or {}).get("include_usage"))))
-            self._send_bytes(200, "text/event-stream", events.encode())
+            with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+            self._send_bytes(200, "text/event-stream", "".join(STREAMS[self.path](answer, with_usage)).encode())
         else:
             self._send(200, answer)
 
@@ -177,7 +185,7 @@ class _ChatHandler(BaseHTTPRequestHandler):
 
 
 def _unknown(path: str) -> tuple[int, dict[str, Any]]:
-    return 404, _problem(f"{path} is not served here. Use /v1/chat/completions")
+    return 404, _problem(f"{path} is not served here. Use {' or '.join(STREAMS)}")
 
 
 def _problem(why: str) -> dict[str, Any]:

@@ -4,13 +4,16 @@ The process of an environment imports this module, so it has no dependency.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 Message = dict[str, Any]
 Fork = dict[str, Any]
-"""A rewritten history: its `messages` and `tools`, and in `kept` how many of the earlier messages it begins with."""
+"""A rewritten history: its `messages` and `tools`, or its `token_ids`, and in `kept` how many of the earlier messages
+(tokens) it begins with."""
+Start = dict[str, Any]
+"""The first history: `messages` and `tools`, or `token_ids`."""
 _TEXTS = ("name", "tool_call_id", "reasoning_content")
 """Text fields of a message that the trainer reads, besides role and content."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -37,8 +40,8 @@ class Conversation:
     messages: list[Message] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
 
-    def take(self, request: Any) -> list[Message] | Fork:
-        """Add the new messages of a request and return them, or the whole history if the request rewrites it.
+    def take(self, request: Any) -> list[Message] | Start | Fork:
+        """Add the new messages of a request and return them, or the whole history if the request begins or rewrites it.
 
         A request rewrites the history if it does not repeat all earlier messages and answers, or if it has other tools.
 
@@ -50,7 +53,7 @@ class Conversation:
         if not self.messages:
             _check_start(messages)
             self.messages, self.tools = messages, tools
-            return messages
+            return {"messages": messages[:], "tools": tools}
         if kept < len(self.messages) or tools != self.tools:
             _check_start(messages)
             self.messages, self.tools = _named(messages), tools
@@ -65,6 +68,11 @@ class Conversation:
     def answered(self, message: Message) -> None:
         """Add the policy's answer."""
         self.messages.append(message)
+
+    def answer(self, number: int, request: dict[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:
+        """Add the policy's answer, which is in the trainer's `call`, and return the answer number `number`."""
+        self.answered(call["message"])
+        return completion(number, str(request.get("model", "rlhf")), call["message"], call["usage"])
 
 
 def completion(number: int, model: str, message: Message, usage: dict[str, int]) -> dict[str, Any]:
@@ -98,11 +106,18 @@ def chunks(whole: dict[str, Any], with_usage: bool) -> list[str]:
     ]
     if with_usage:
         parts.append({"choices": [], "usage": whole["usage"]})
+    return events(head, parts)
+
+
+def events(head: dict[str, Any], parts: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the server-sent events of a stream. Each has the fields `head`."""
     return [*(f"data: {json.dumps(head | part)}\n\n" for part in parts), "data: [DONE]\n\n"]
 
 
 def is_start(value: Any) -> bool:
-    """Return whether the reply to `start`, from a process that runs users' code, has messages and tools."""
+    """Return whether the reply to `start`, from a process that runs users' code, is a `Start`."""
+    if isinstance(value, dict) and value.keys() == {"token_ids"}:
+        return _are_tokens(value["token_ids"])
     return (
         isinstance(value, dict)
         and value.keys() == {"messages", "tools"}
@@ -113,11 +128,19 @@ def is_start(value: Any) -> bool:
 
 
 def is_reply(value: Any) -> bool:
-    """Return whether the reply to `answer` has new messages or a rewritten history, or None at the program's end."""
+    """Return whether the reply to `answer` has new messages or tokens, or a `Fork`, or None at the program's end."""
     if isinstance(value, dict):
         rest = {name: each for name, each in value.items() if name != "kept"}
-        return is_start(rest) and type(value.get("kept")) is int and 0 <= value["kept"] <= len(rest["messages"])
-    return value is None or (_are_messages(value) and all(each["role"] in ("tool", "user") for each in value))
+        if not is_start(rest) or type(value.get("kept")) is not int:
+            return False
+        return 0 <= value["kept"] <= len(rest["token_ids" if "token_ids" in rest else "messages"])
+    if value is None or _are_tokens(value):
+        return True
+    return _are_messages(value) and all(each["role"] in ("tool", "user") for each in value)
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(each) is int and 0 <= each < 1 << 31 for each in value)
 
 
 def _are_messages(value: Any) -> bool:
@@ -172,17 +195,22 @@ def _are_texts(value: Any) -> bool:
 def _checked(request: Any) -> tuple[list[Message], list[dict[str, Any]]]:
     if not isinstance(request, dict) or not isinstance(request.get("messages"), list) or not request["messages"]:
         raise RejectedRequest("the body is not a JSON object with a list `messages`")
-    for name, supported in UNSUPPORTED.items():
-        if request.get(name) not in supported:
-            raise RejectedRequest(f"{name}={json.dumps(request[name])[:80]} is not supported. Remove it")
-    if not isinstance(request.get("stream_options") or {}, dict):
-        raise RejectedRequest("stream_options is not a JSON object")
+    check_supported(request, UNSUPPORTED)
     tools = request.get("tools") or []
     if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
         raise RejectedRequest(
             'each of `tools` must be {"type": "function", "function": {"name", "parameters": schema}}'
         )
     return [_read(message) for message in request["messages"]], tools
+
+
+def check_supported(given: Mapping[str, Any], unsupported: Mapping[str, Sequence[Any]], where: str = "") -> None:
+    """Raise RejectedRequest if a parameter of `unsupported` has a value that is not listed there."""
+    for name, supported in unsupported.items():
+        if given.get(name) not in supported:
+            raise RejectedRequest(f"{where}{name}={json.dumps(given[name])[:80]} is not supported. Remove it")
+    if not isinstance(given.get("stream_options") or {}, dict):
+        raise RejectedRequest("stream_options is not a JSON object")
 
 
 def _read(message: Any) -> Message:

@@ -50,6 +50,8 @@ class Limits:
     invalid_calls: int
     retries: int
     prompt_tokens: int
+    vocabulary: int
+    """Each token id that an agent sends must be below this number."""
 
 
 @dataclass(eq=False)
@@ -80,7 +82,9 @@ class Episode:
     def _begin(self) -> None:
         self.session = self.new_session(f"{self.uid}-{self.sample}-{self.attempt}")
         self.phase = Stage.CALLS
-        self.calls: list[Call] = [{"op": "start" if self.kind.definition.is_agent else "reset", "row": self.row}]
+        self.calls: list[Call] = [{"op": "reset", "row": self.row}]
+        if self.kind.definition.is_agent:
+            self.calls = [{"op": "start", "row": self.row, "vocabulary": self.limits.vocabulary}]
         self.turn = self.tool_calls = self.invalid_calls = 0
         self.prompt_ids: list[int] = []
         self.response: list[int] = []
@@ -92,6 +96,8 @@ class Episode:
         self._forks: list[tuple[int, int]] = []
         self.lacks_row = False
         """Whether `env.max_rows` ended the episode."""
+        self._by_tokens = False
+        """Whether the newest row is of an agent that sends and receives token ids."""
         self._reason: FinishReason = "stop"
         self._turn: tuple[Turn, list[int]] | None = None
 
@@ -147,10 +153,10 @@ class Episode:
         turn = self._chat.parse(sampled)
         self.conversation.append(turn.message())
         self._turn = turn, sampled
-        if made.finish_reason == "length" or not turn.ended:
+        if made.finish_reason == "length" or not (turn.ended or self._by_tokens):
             return self._end("length")
         if self.kind.definition.is_agent:
-            self._ask([self._answer(turn, before, len(sampled))], "")
+            self._ask([self._answer(turn, before, made)], "")
         elif (step := self.kind.definition.step) is not None:
             self._ask([{"op": "step", "text": turn.text}], step)
         elif not turn.actions:
@@ -178,13 +184,19 @@ class Episode:
         elif operation == "start":
             begun = replies[0]["value"]
             self._chat = self.kind.chat_of(())
-            self._chat = self.kind.chat_of(self._harmless(begun["tools"]))
-            self._start([self._harmless(message) for message in begun["messages"]])
+            self._by_tokens = "token_ids" in begun
+            if self._by_tokens:
+                self._start([], begun["token_ids"])
+            else:
+                self._chat = self.kind.chat_of(self._harmless(begun["tools"]))
+                self._start([self._harmless(message) for message in begun["messages"]])
         elif operation == "answer":
             if (value := replies[0]["value"]) is None:
                 self._end("stop")
             elif isinstance(value, dict):
                 self._fork(value)
+            elif self._by_tokens:
+                self._observe(self._decoded(value), value)
             else:
                 self._observe(value)
         elif operation == "tool":
@@ -216,15 +228,23 @@ class Episode:
             return f"env.max_rows={self.limits.rows}"
         return f"env.max_turns={self.limits.turns}" if self.turn >= self.limits.turns else ""
 
-    def _answer(self, turn: Turn, before: int, sampled: int) -> Call:
+    def _answer(self, turn: Turn, before: int, made: Sample) -> Call:
         """Return the call that answers the request of an agent. The answer includes the text of invalid tool calls."""
+        prompt_ids, start = self._row
+        usage = {"prompt_tokens": len(prompt_ids) + before - start, "completion_tokens": len(made)}
+        if self._by_tokens:
+            log_probs, versions = made.log_probs.tolist(), made.versions
+            ids = made.token_ids.tolist()
+            return {"op": "answer", "token_ids": ids, "log_probs": log_probs, "versions": versions, "usage": usage}
         self.invalid_calls += len(turn.invalid)
         self.tool_calls += len(turn.actions)
         message = turn.message()
         message["content"] = "\n".join(filter(None, [turn.text, *(call.text for call in turn.invalid)]))
-        prompt_ids, start = self._row
-        usage = {"prompt_tokens": len(prompt_ids) + before - start, "completion_tokens": sampled}
         return {"op": "answer", "message": message, "usage": usage}
+
+    def _decoded(self, tokens: list[int]) -> list[dict[str, Any]]:
+        """Return an agent's tokens as a message for reward functions, special tokens included."""
+        return [{"role": "user", "content": self._chat.text(tokens)}] if tokens else []
 
     def _harmless(self, value: Any) -> Any:
         """Return an agent's JSON with `ChatTurns.harmless` applied to each text."""
@@ -234,9 +254,10 @@ class Episode:
             return {key: self._harmless(each) for key, each in value.items()}
         return [self._harmless(each) for each in value] if isinstance(value, list) else value
 
-    def _start(self, messages: Sequence[dict[str, Any]]) -> None:
+    def _start(self, messages: Sequence[dict[str, Any]], tokens: list[int] | None = None) -> None:
+        """Begin the first row with `tokens`, or else with the rendered messages."""
         too_long = _too_long(messages, self.limits.prompt_tokens)
-        self.prompt_ids = [] if too_long else self._chat.prompt(messages)
+        self.prompt_ids = tokens or ([] if too_long else self._chat.prompt(messages))
         if too_long or len(self.prompt_ids) > self.limits.prompt_tokens:
             size = f"{_characters(messages)} characters" if too_long else f"{len(self.prompt_ids)} tokens"
             raise UserError(
@@ -261,14 +282,17 @@ class Episode:
         else:
             self._observe(messages)
 
-    def _observe(self, messages: list[dict[str, Any]]) -> None:
-        """Append the environment's messages. End the episode instead if the policy has no turn or room left."""
+    def _observe(self, messages: list[dict[str, Any]], tokens: list[int] | None = None) -> None:
+        """Append the environment's messages. End the episode instead if the policy has no turn or room left.
+
+        `tokens`: the messages' tokens, if an agent has sent tokens.
+        """
         assert self._turn is not None
         self.conversation += messages
         room = self.params.max_tokens - (len(self.response) - self._row[1])
         if self.turn >= self.limits.turns or _too_long(messages, room):
             return self._end("length")
-        tokens = self._chat.observation(self._turn[1], messages)
+        tokens = tokens or self._chat.observation(self._turn[1], messages)
         if len(tokens) >= room:
             return self._end("length")
         return self._append(tokens)
@@ -285,12 +309,15 @@ class Episode:
     def _fork(self, fork: Fork) -> None:
         """Begin a row with an agent's rewritten history, if the policy has another turn, and the row has room.
 
-        The chat template renders the whole history, as a server does when the agent is deployed. The policy's
-        answers in this history are not trained again.
+        The chat template renders messages, as a server does when the agent is deployed. The policy's answers
+        in this history are not trained again.
         """
-        messages = [self._harmless(message) for message in fork["messages"]]
-        # The conversation already has the policy's answers and the messages that the history keeps.
-        self.conversation += [each for each in messages[fork["kept"] :] if each["role"] != "assistant"]
+        by_tokens = "token_ids" in fork
+        messages = [] if by_tokens else [self._harmless(message) for message in fork["messages"]]
+        kept = fork["kept"]
+        new = self._decoded(fork["token_ids"][kept:]) if by_tokens else messages[kept:]
+        # The policy's answers are in the conversation already, and the messages that the history keeps.
+        self.conversation += [each for each in new if each["role"] != "assistant"]
         limits, longest = self.limits, self.limits.prompt_tokens + self.params.max_tokens
         if self.turn >= limits.turns or _too_long(messages, longest):
             return self._end("length")
@@ -298,14 +325,15 @@ class Episode:
         if self.lacks_row:
             return self._end("length")
         try:
-            self._chat = self.kind.chat_of(self._harmless(fork["tools"]))
-            tokens = self._chat.prompt(messages)
+            self._chat = self.kind.chat_of(() if by_tokens else self._harmless(fork["tools"]))
+            tokens = fork["token_ids"] if by_tokens else self._chat.prompt(messages)
         except UserError as error:
             # Unlike the first request, the messages depend on what the policy wrote, so do not end the run.
             self.session.drop()
             return self.fail(f"the program rewrote its history, but the new history cannot become a prompt: {error}")
         if len(tokens) >= longest:
             return self._end("length")
+        self._by_tokens = by_tokens
         self._forks.append((len(self.response), min(len(tokens), limits.prompt_tokens)))
         return self._append(tokens)
 

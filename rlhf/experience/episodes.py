@@ -12,7 +12,7 @@ episodes with the turns and replies in the journal. It generates or calls only w
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -148,7 +148,8 @@ class Episodes:
             kind = next(each for each in self.classes if each.definition.label == prompt.columns[COLUMN])
         config = self.config
         longest = self.max_prompt_length
-        limits = Limits(config.max_turns, config.max_rows, config.max_invalid_calls, config.retries, longest)
+        turns, rows, invalid_calls = config.max_turns, config.max_rows, config.max_invalid_calls
+        limits = Limits(turns, rows, invalid_calls, config.retries, longest, self._vocabulary)
         # All samples of a prompt have the same seed, because their rewards are compared with each other.
         seed = int.from_bytes(hashlib.blake2b(f"{self.seed} {prompt.index}".encode(), digest_size=4).digest()) >> 1
         row = _row(prompt, seed)
@@ -159,6 +160,10 @@ class Episodes:
             Episode(asked.uid, number, prompt, params, kind, limits, row, session)
             for number, params in enumerate(asked.params)
         ]
+
+    @cached_property
+    def _vocabulary(self) -> int:
+        return 1 + max(self.tokenizer.get_vocab().values())
 
     def close(self) -> None:
         self.pool.close()

@@ -4,6 +4,7 @@ import contextlib
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from tests.support.played import Crash, Sampler, crash_at, facts, journal_at
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "support" / "chat_agent.py"
+TOKEN_PROGRAM = ROOT / "tests" / "support" / "token_agent.py"
 CLASS = f"{ROOT}/tests/support/logged_calls.py:Sums"
 CALCULATOR = f"{ROOT}/rlhf/environments/bundled/calculator.py:Calculator"
 CALCULATOR_AGENT = f"{ROOT}/rlhf/environments/bundled/calculator_agent.py"
@@ -45,6 +47,17 @@ def pool_of(**settings: Any):
 
 def agent(behavior: str, **settings: Any):
     return pool_of(command=f"python {PROGRAM} {behavior}", **settings)
+
+
+def token_agent(behavior: str, **settings: Any):
+    return pool_of(command=f"python {TOKEN_PROGRAM} {behavior}", **settings)
+
+
+def rendered(sampler: Any) -> list[Prompt]:
+    """Return prompts with two columns of token ids: the prompt's, and those after an answer."""
+    chat, given = ChatTurns(sampler.tokenizer, (), announce=False), prompts(sampler)
+    again = chat.observation([next(iter(chat.stop_token_ids))], [{"role": "user", "content": "Again."}])
+    return [replace(each, columns={"prompt_ids": chat.prompt(each.messages), "again_ids": again}) for each in given]
 
 
 class AgentPolicy(Sampler):
@@ -290,6 +303,82 @@ def test_a_program_reaches_only_its_endpoint(sampler):
         given = prompts(sampler, port=server.getsockname()[1])
         texts = [sampler.tokenizer.decode(e.prompt_ids) for group in play(pool, sampler, given) for e in group]
         assert all("the machine" in text for text in texts)
+
+
+def test_token_ids_train_on_the_bits_of_the_chat(sampler):
+    """The program renders the prompts and the messages between turns as the chat template does."""
+    with token_agent("chat") as by_chat, token_agent("tokens") as by_tokens:
+        found, expected = play(by_tokens, sampler, rendered(sampler)), play(by_chat, sampler, rendered(sampler))
+    assert facts(found) == facts(expected)
+    turns = 0
+    for group, others in zip(found, expected, strict=True):
+        assert with_one_prompt(group, 0)[0] == with_one_prompt(others, 0)[0]
+        for episode, other in zip(group, others, strict=True):
+            assert episode.phase is Stage.DONE, episode.failures
+            texts = [[m["content"] for m in e.conversation if m["role"] == "assistant"] for e in (episode, other)]
+            assert texts[0] == texts[1]
+            turns = max(turns, episode.turn)
+            if episode.turn == 2:
+                assert "Again." in episode.conversation[1]["content"]
+    assert turns == 2
+
+
+def test_an_answer_has_the_log_probs_of_the_sample(sampler):
+    with token_agent("log_probs") as pool:
+        for group in play(pool, sampler, rendered(sampler)):
+            for episode in group:
+                assert episode.phase is Stage.DONE, episode.failures
+                sample = episode.finished(0)
+                assert episode.turn == 2
+                assert episode.rewards == [sum(sample.log_probs[sample.mask()].tolist())]
+
+
+def test_a_crash_changes_no_bit_of_an_episode_of_token_ids(sampler, tmp_path):
+    """The program continues, rewrites its history and changes the protocol twice."""
+    with token_agent("rewrite") as pool:
+        groups, crashes = play(pool, sampler), 0
+        assert {e.phase for group in groups for e in group} == {Stage.DONE}
+        assert max(e.rows for group in groups for e in group) == 4
+        for event in ("env.answered", "env.recorded", "env.turn"):
+            for nth in range(1, 20):
+                try:
+                    with crash_at(event, nth):
+                        found = facts(play(pool, sampler, journal=journal_at(tmp_path / event)))
+                    break
+                except Crash:
+                    crashes += 1
+            assert found == facts(groups)
+        assert crashes >= 9
+
+
+def test_a_repeated_request_of_token_ids_has_one_answer(sampler):
+    with token_agent("repeat") as pool:
+        for group in play(pool, sampler):
+            assert [(e.phase, e.turn, e.rewards) for e in group] == [(Stage.DONE, 1, [1.0])] * 3
+
+
+@pytest.mark.parametrize(("behavior", "settings", "turns"), [("flood", {"max_turns": 2}, 2), ("large", {}, 1)])
+def test_limits_end_an_episode_of_token_ids(behavior, settings, turns, sampler):
+    with token_agent(behavior, **settings) as pool:
+        for group in play(pool, sampler, rendered(sampler)):
+            ended = [(e.phase, e.turn, e.finished(0).finish_reason) for e in group]
+            assert ended == [(Stage.DONE, turns, "length")] * 3
+
+
+WRONG_TOKENS = {
+    "other_key": ("exit code 1", "401", "the key is not OPENAI_API_KEY"),
+    "unknown": ("rejected", "token_ids[1]=1099511627776 is not a token id from 0 to "),
+    "other_path": ("exit code 1", "404", "/inference/v1/generate_more is not served here"),
+}
+
+
+@pytest.mark.parametrize("behavior", WRONG_TOKENS)
+def test_a_wrong_request_of_token_ids_says_why(behavior, sampler):
+    with token_agent(behavior) as pool:
+        (failure, *others) = failures(play(pool, sampler))
+        assert not others
+        for word in WRONG_TOKENS[behavior]:
+            assert word in failure
 
 
 OPENAI = """

@@ -262,13 +262,13 @@ def test_a_task_of_verifiers_is_played_and_names_the_mistake(monkeypatch):
     try:
         session = Session(pool, 0, seed=1, name="right")
         start, told, reward = session.make(
-            [{"op": "start", "row": {"task": 4}}, answer, {"op": "reward", "required": True}]
+            [{"op": "start", "row": {"task": 4}, "vocabulary": 9}, answer, {"op": "reward", "required": True}]
         )
         assert start["value"]["messages"] == [{"role": "user", "content": "Guess 0 to 9."}]
         assert told["value"] == [{"role": "user", "content": "right"}]
         assert reward["value"] == 1 + ord("4") / 970
         for row, words in (({"task": 5}, "has 5 tasks"), ({}, "column task")):
             with pytest.raises(EnvironmentFailed, match=words):
-                Session(pool, 0, seed=1, name=f"wrong-{len(row)}").make([{"op": "start", "row": row}])
+                Session(pool, 0, seed=1, name=f"wrong-{len(row)}").make([{"op": "start", "row": row, "vocabulary": 9}])
     finally:
         pool.close()

@@ -65,11 +65,14 @@ class CountingChat:
     def parse(self, tokens):
         return Turn("", "", (), ended=True)
 
+    def text(self, tokens):
+        return f"{len(tokens)} tokens"
+
 
 def episode(chat: CountingChat) -> Episode:
     kind = EnvironmentClass(0, Definition("Talk", [], "step", False), lambda tools: chat)
     prompt = Prompt(0, [{"role": "user", "content": "Go."}], [], "", None, {})
-    limits = Limits(turns=4, rows=1, invalid_calls=0, retries=0, prompt_tokens=16)
+    limits = Limits(turns=4, rows=1, invalid_calls=0, retries=0, prompt_tokens=16, vocabulary=32)
     return Episode(0, 0, prompt, SamplingParams(max_tokens=16), kind, limits, {}, lambda name: None)
 
 
@@ -105,7 +108,7 @@ def agent(turns: int = 9, rows: int = 3, retries: int = 0) -> tuple[Episode, lis
     tools, dropped = [], []
     definition = Definition("agent", [], None, True, is_agent=True)
     kind = EnvironmentClass(0, definition, lambda given: (tools.append(given), AlternatingChat())[1])
-    limits = Limits(turns=turns, rows=rows, invalid_calls=0, retries=retries, prompt_tokens=8)
+    limits = Limits(turns=turns, rows=rows, invalid_calls=0, retries=retries, prompt_tokens=8, vocabulary=32)
     prompt = Prompt(0, [user("Go.")], [], "", None, {})
 
     def session(name: str) -> SimpleNamespace:
@@ -150,6 +153,40 @@ def test_each_row_has_room_for_a_response():
     assert [len(row.response) for row in sample.rows([1, 1, 1])] == [2, 6, 2]
     roles = [message["role"] for message in played.conversation]
     assert roles == ["assistant", "user", "assistant", "user", "assistant", "user", "assistant", "user"]
+
+
+def test_a_row_of_token_ids_is_not_rendered():
+    played, tools, _ = agent()
+    played.take_replies([{"value": {"token_ids": [3, 4], "kept": 0}}])
+    assert (played.request().context, played.request().start) == ([3, 4], 0)
+    turn(played)
+    usage = {"prompt_tokens": 2, "completion_tokens": 2}
+    answer = {"op": "answer", "token_ids": [7, 8], "log_probs": [-1.0, -2.0], "versions": ((0, 2),), "usage": usage}
+    assert played.calls == [answer]
+    played.take_replies([{"value": [5]}])
+    assert played.request().context == [3, 4, 7, 8, 5]
+    turn(played)
+    fork(played, user("y"), tools=["look"])
+    assert tools[-1] == ["look"]
+    turn(played)
+    assert "message" in played.calls[0]
+    played.take_replies([{"value": None}])
+    played.take_replies([{"value": 0.0}])
+    sample = played.finished(0)
+    assert sample.token_ids.tolist() == [7, 8, 3, 4, 7, 8, 5, 7, 8, 1, 7, 8]
+    assert sample.mask().tolist() == (sample.token_ids > 6).tolist()
+    assert sample.forks == ((2, 2), (9, 1))
+    texts = [message["content"] for message in played.conversation if message["role"] == "user"]
+    assert texts == ["2 tokens", "1 tokens", "y"]
+
+
+def test_a_long_row_of_token_ids_ends_the_episode():
+    played, _, _ = agent()
+    played.take_replies([{"value": {"token_ids": [3] * 14, "kept": 0}}])
+    assert (played.operation, played.lacks_row) == ("reward", False)
+    played, _, _ = agent()
+    played.take_replies([{"value": {"token_ids": [3] * 13, "kept": 0}}])
+    assert (played.request().tokens_left, played.request().start) == (1, 5)
 
 
 def test_a_history_without_room_ends_the_episode():

@@ -159,10 +159,10 @@ class ChatTurns:
         """Return text, thoughts and calls of a turn. A call that no tool can receive becomes an `InvalidCall`."""
         ended = bool(sampled) and sampled[-1] in self.stop_token_ids
         if self.format_name == HARMONY:
-            text, thoughts, calls = harmony(self._decoded(sampled))
+            text, thoughts, calls = harmony(self.text(sampled))
         else:
             chat_format = FORMATS[self.format_name]
-            whole = self._decoded(sampled[:-1] if ended else sampled)
+            whole = self.text(sampled[:-1] if ended else sampled)
             opened = self.generation_prompt.rstrip().endswith(chat_format.thoughts[0])
             thoughts, text = split_thoughts(whole, chat_format.thoughts, opened)
             text, calls = chat_format.read(text, self._schemas) if self._schemas.functions else (text, [])
@@ -172,6 +172,10 @@ class ChatTurns:
         calls = [call if first.setdefault(call.id, i) == i else replace(call, id=None) for i, call in enumerate(calls)]
         actions = tuple(self._schemas.action(call, i) for i, call in enumerate(calls))
         return Turn(text.strip(), thoughts, actions, ended)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special tokens included."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _prints_tools(self, tools: Messages) -> bool:
         """Return whether the template prints tools, calls and results."""
@@ -240,6 +244,3 @@ class ChatTurns:
 
     def _tokens(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def _decoded(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
