@@ -11,6 +11,7 @@ from tests.support.interrupter import at
 from tests.support.launching import ROOT, ranks, records
 
 PROGRAM = ROOT / "tests" / "support" / "chat_agent.py"
+TOKEN_PROGRAM = ROOT / "tests" / "support" / "token_agent.py"
 VARIANTS = {
     # The first checkpoint has groups that the second step uses.
     "grpo": (
@@ -26,6 +27,7 @@ VARIANTS = {
         ],
     ),
     "gae": (2, 4, ["algorithm.adv_estimator=gae", "actor.loss_agg_mode=seq-mean-token-mean", "actor.use_kl_loss=true"]),
+    "tokens": (1, 4, [f"env.command=python {TOKEN_PROGRAM} rewrite"]),
 }
 """Ranks, number of the round of turns with the kill, and settings."""
 
