@@ -316,7 +316,7 @@ class Episode:
         messages = [] if by_tokens else [self._harmless(message) for message in fork["messages"]]
         kept = fork["kept"]
         new = self._decoded(fork["token_ids"][kept:]) if by_tokens else messages[kept:]
-        # The policy's answers are in the conversation already, and the messages that the history keeps.
+        # The conversation already has the policy's answers and the messages that the history keeps.
         self.conversation += [each for each in new if each["role"] != "assistant"]
         limits, longest = self.limits, self.limits.prompt_tokens + self.params.max_tokens
         if self.turn >= limits.turns or _too_long(messages, longest):

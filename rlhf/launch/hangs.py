@@ -51,7 +51,7 @@ class HangDetector:
         self._next_look = now + LOOK_EVERY_S
         statuses = {rank: status for rank, status in ranks.statuses().items() if rank in alive}
         for rank, status in statuses.items():
-            self._watchdog.observe(rank, status.event, status.time, now)
+            self._watchdog.observe(rank, status.event, status.time, now, status.step)
             save = status.save
             self._watchdog.observe_save(rank, save.event if save else None, save.time if save else 0.0, now)
         # Check loops and background saves separately: a moving loop must not hide a save that hangs.

@@ -1,10 +1,11 @@
 """Finds ranks that make no progress, from their events. Uses no processes, files or clocks.
 
 A phase is the time from one event of a rank to the next; the phase after `rollout.before` is the generation. The
-deadline of a phase is a setting, or is learned from the longest time that any rank has spent in the phase.
+deadline of a phase is a setting, or, after LEARN_AFTER steps with the phase, is learned from the longest time that any
+rank has spent in the phase.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -41,6 +42,7 @@ class _Place:
     event: str
     stamp: float
     since: float
+    step: int | None = None
 
 
 class Watchdog:
@@ -52,8 +54,10 @@ class Watchdog:
     def __init__(self, trainer: TrainerConfig, save_timeout_s: float) -> None:
         self._trainer, self._save_timeout_s = trainer, save_timeout_s
         self._longest: dict[str, float] = {}
-        # Count per rank, because the first evaluation on eight ranks is one occurrence, not eight.
-        self._seen: Counter[tuple[int, str]] = Counter()
+        # Count the steps with a phase per rank, because the first evaluation on eight ranks is one occurrence, not
+        # eight. Within a step, a phase may be short several times and then long: three resets of environments took a
+        # second each, and the watchdog killed the first generation of episodes after 300 s.
+        self._steps: defaultdict[tuple[int, str], set[int | None]] = defaultdict(set)
         self._loops: dict[int, _Place] = {}
         self._saves: dict[int, _Place] = {}
         self._watched = 0.0
@@ -65,15 +69,19 @@ class Watchdog:
         self._loops = {rank: _Place(STARTING, 0.0, self._watched) for rank in ranks}
         self._saves = {}
 
-    def observe(self, rank: int, event: str, stamp: float, now: float) -> None:
-        """Record the newest event of a rank's loop. `stamp`, the rank's own time, distinguishes equal events."""
+    def observe(self, rank: int, event: str, stamp: float, now: float, step: int | None) -> None:
+        """Record the newest event of a rank's loop and its step (None before the first step is known).
+
+        `stamp`, the rank's own time, distinguishes equal events.
+        """
         self._advance(now)
         place = self._loops[rank]
         if (event, stamp) == (place.event, place.stamp):
             return
-        self._seen[rank, place.event] += 1
+        if len(steps := self._steps[rank, place.event]) < LEARN_AFTER:
+            steps.add(place.step)
         self._longest[place.event] = max(self._longest.get(place.event, 0.0), self._watched - place.since)
-        self._loops[rank] = _Place(event, stamp, self._watched)
+        self._loops[rank] = _Place(event, stamp, self._watched, step)
 
     def observe_save(self, rank: int, event: str | None, stamp: float, now: float) -> None:
         """Record the newest event of a rank's background save; `event` is None if no save runs."""
@@ -111,7 +119,7 @@ class Watchdog:
             return self._save_timeout_s, "checkpoint.timeout_s"
         if event != STARTING and t.watchdog_timeout_s is not None:
             return t.watchdog_timeout_s, "trainer.watchdog_timeout_s"
-        if event == STARTING or self._seen[rank, event] < LEARN_AFTER:
+        if event == STARTING or len(self._steps[rank, event]) < LEARN_AFTER:
             return t.watchdog_first_timeout_s, "trainer.watchdog_first_timeout_s"
         longest = self._longest[event]
         return max(SHORTEST_S, FACTOR * longest), f"learned: this phase took at most {longest:.3g} s"

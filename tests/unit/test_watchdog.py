@@ -23,11 +23,16 @@ class Machine:
         self.ranks = list(range(nproc))
         self.watchdog.start(self.ranks)
         self.now, self.stamp = 1000.0, 0.0
+        self.step, self.of_step = 1, set()
 
-    def event(self, event: str, *ranks: int) -> None:
+    def event(self, event: str, *ranks: int, again: bool = False) -> None:
+        """Let the ranks announce `event`: in the next step if they did before in this step, unless `again`."""
         self.stamp += 1
         for rank in ranks or self.ranks:
-            self.watchdog.observe(rank, event, self.stamp, self.now)
+            if (rank, event) in self.of_step and not again:
+                self.step, self.of_step = self.step + 1, set()
+            self.of_step.add((rank, event))
+            self.watchdog.observe(rank, event, self.stamp, self.now, self.step)
 
     def save(self, event: str | None, rank: int = 0) -> None:
         self.stamp += 1
@@ -87,6 +92,22 @@ def test_a_phase_seen_too_rarely_has_the_first_deadline():
     machine.event("rollout.before")
     (late,) = machine.wait(ALARM_FREE_S)
     assert (late.deadline_s, late.origin) == (3600.0, "trainer.watchdog_first_timeout_s")
+
+
+def test_a_phase_is_learned_over_steps_and_not_within_one():
+    """Three short resets of environments gave the first generation of episodes, the same phase, 300 s."""
+    machine = Machine()
+    for _ in range(3):
+        machine.event("rollout.before")
+        for _ in range(4):
+            machine.event("env.recorded", again=True)
+            assert machine.wait(1) == []
+        machine.event("env.recorded", again=True)
+        assert machine.wait(900) == []
+        machine.event("rollout.after")
+    machine.event("env.recorded")
+    (late,) = machine.wait(ALARM_FREE_S)
+    assert (late.deadline_s, late.phase) == (4500.0, "env.recorded")
 
 
 def test_one_occurrence_on_many_ranks_is_one_occurrence():
