@@ -11,7 +11,7 @@ from pathlib import Path
 from rlhf.config.agent_command import split_command
 from rlhf.config.schema.env import EnvConfig
 from rlhf.config.user_functions import ENV_CLASSES, find_class, split_spec
-from rlhf.environments.definition import NO_TOOLS
+from rlhf.environments.definition import NO_TOOLS, check_state
 from rlhf.environments.host_handle import Host
 from rlhf.errors import UserError, did_you_mean, nearest
 from rlhf.reward.signature import Signature
@@ -88,6 +88,7 @@ def _check_class(shown: str, found: ast.ClassDef) -> None:
             f"{shown}: {found.name} has no method reset.{did_you_mean(nearest('reset', names))} Add "
             "reset(self, **row), which begins an episode."
         )
+    check_state(shown, found.name, names)
     for method in methods:
         by_position = Signature.of_definition(method).positional[1:]  # without self
         if method.name == "reset" and not method.decorator_list and by_position:

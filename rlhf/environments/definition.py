@@ -1,7 +1,7 @@
 """Reads an environment class: its tools as JSON schemas, its free-text method, and whether it rewards episodes."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -37,6 +37,7 @@ def define(spec: str, made: type) -> Definition:
         raise UserError(
             f"{shown}: {made.__name__} has no method reset. Add reset(self, **row), which begins an episode."
         )
+    check_state(shown, made.__name__, [name for name in NO_TOOLS if callable(getattr(made, name, None))])
     names = [name for name in dir(made) if not name.startswith("_") and name not in NO_TOOLS]
     methods = {name: method for name in names if inspect.isroutine(method := getattr(made, name))}
     steps = [name for name, method in methods.items() if getattr(method, FREE_TEXT, False)]
@@ -56,6 +57,16 @@ def define(spec: str, made: type) -> Definition:
     tools = [] if steps else [_schema(shown, name, method) for name, method in methods.items()]
     rewards = callable(getattr(made, "get_reward", None))
     return Definition(made.__name__, tools, steps[0] if steps else None, rewards)
+
+
+def check_state(shown: str, name: str, methods: Collection[str]) -> None:
+    """Raise UserError if a class has one of `state_dict` and `load_state_dict` without the other."""
+    for one, other in (("state_dict", "load_state_dict"), ("load_state_dict", "state_dict")):
+        if one in methods and other not in methods:
+            raise UserError(
+                f"{shown}: {name} has the method {one}, but no method {other}. A resumed run restores an unfinished "
+                f"episode with both. Add {other}, or remove {one}."
+            )
 
 
 def _schema(shown: str, name: str, method: Callable[..., Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from rlhf.environments.agent_program import ServedAgent
 from rlhf.environments.agent_start import ProgramStart, import_for, script_of
 from rlhf.environments.class_arguments import with_arguments
 from rlhf.environments.definition import Definition, define
-from rlhf.environments.serving import Served, Server, serve, temporary_files
+from rlhf.environments.serving import Served, Server, serve, written_files
 from rlhf.errors import UserError
 from rlhf.reward.confinement import Confinement, confine
 from rlhf.reward.kernel import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
@@ -82,7 +82,7 @@ def main(parent_pid: int, confinement: Confinement, number: int) -> None:
         if command:
             _obey(channel, lambda request: ServedAgent(program, settings["timeout_s"], _folder_of(request)))
         else:
-            files = temporary_files()
+            files = written_files()
             _obey(channel, lambda request: Served(makers, definitions, alone=request["alone"], imported_files=files))
 
 

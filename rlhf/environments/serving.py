@@ -19,7 +19,10 @@ from typing import Any, Protocol
 from rlhf import typed_json
 from rlhf.environments.definition import Definition
 from rlhf.environments.saved_state import restore, saved
+from rlhf.reward.namespaces import SHARED_MEMORY
 
+OWN = "rlhf"
+"""Names in /dev/shm that begin with this belong to runs: snapshots, queues."""
 _LONGEST = 20_000
 """Maximum number of characters of an error in a reply."""
 
@@ -49,7 +52,7 @@ class Served:
         Args:
             makers: make an object of each class.
             alone: the process serves no other object, so the global generators may be seeded.
-            imported_files: `temporary_files` after the import of the classes.
+            imported_files: `written_files` after the import of the classes.
         """
         self._makers, self._definitions, self._alone = makers, definitions, alone
         self._imported_files = imported_files
@@ -73,8 +76,8 @@ class Served:
 
     def _state(self) -> dict[str, Any] | None:
         # With `env.process=episode`, global generators and modules are state that the attributes lack. If an object has
-        # written a temporary file, its attribute is only the path, and a kill removes the file.
-        whole = not self._alone and temporary_files() == self._imported_files
+        # written a file, its attribute is only the path, and a kill may remove the file.
+        whole = not self._alone and written_files() == self._imported_files
         return saved(self._environment, attributes=whole)
 
     def close(self) -> None:
@@ -112,17 +115,22 @@ class Served:
         return _number("get_reward", _finished(self._environment.get_reward())) if self._definition.rewards else 0.0
 
 
-def temporary_files() -> frozenset[tuple[str, int, int, int]]:
-    """Return path, size, modification time and inode number of each file below the folder of temporary files.
+def written_files() -> frozenset[tuple[str, int, int, int]]:
+    """Return path, size, modification time and inode number of each file and folder that an environment may write.
 
-    All environment processes of a rank share this folder.
+    They are below the folder of temporary files, which all environment processes of a rank share, and in /dev/shm those
+    of this user, without the run's own.
     """
     found = set()
-    for folder, _, names in os.walk(tempfile.gettempdir()):
-        for name in names:
-            with suppress(OSError):  # another environment may have removed the file
-                status = os.lstat(path := os.path.join(folder, name))  # noqa: PTH118
-                found.add((path, status.st_size, status.st_mtime_ns, status.st_ino))
+    for root in (tempfile.gettempdir(), SHARED_MEMORY):
+        for folder, folders, names in os.walk(root):
+            if root == SHARED_MEMORY:
+                folders[:] = [name for name in folders if not name.startswith(OWN)]
+            for name in (*folders, *names):
+                with suppress(OSError):  # another environment may have removed the file
+                    status = os.lstat(path := os.path.join(folder, name))  # noqa: PTH118
+                    if root != SHARED_MEMORY or (status.st_uid == os.geteuid() and not name.startswith(OWN)):
+                        found.add((path, status.st_size, status.st_mtime_ns, status.st_ino))
     return frozenset(found)
 
 

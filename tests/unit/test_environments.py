@@ -430,7 +430,7 @@ class Notes:
 """
 
 
-@pytest.mark.parametrize("place", ["None", "tempfile.mkdtemp()"])
+@pytest.mark.parametrize("place", ["None", "tempfile.mkdtemp()", "'/dev/shm'"])
 def test_an_environment_that_keeps_a_file_is_restored_by_its_calls(place, tmp_path):
     """Its attribute, the file's path, was restored without the file, and the resumed run had other rewards."""
     (tmp_path / "notes.py").write_text(NOTES.replace("PLACE", place))
@@ -454,6 +454,47 @@ def test_an_environment_that_keeps_a_file_is_restored_by_its_calls(place, tmp_pa
         assert second.make([note])[0]["value"] == "2 notes"
     finally:
         pool.close()
+
+
+ROOM = """
+import os, tempfile
+class Room:
+    def reset(self, **row):
+        self.folder = tempfile.mkdtemp()
+    def add(self) -> str:
+        '''Add a file.'''
+        open(os.path.join(self.folder, "file"), "w").close()
+        return "added"
+"""
+
+
+def test_an_environment_that_keeps_an_empty_folder_is_restored_by_its_calls(tmp_path):
+    (tmp_path / "room.py").write_text(ROOM)
+    config = EnvConfig(classes=[f"{tmp_path / 'room.py'}:Room"])
+    pool = EnvironmentPool(config).start()
+    try:
+        session = Session(pool, 0, 1)
+        session.make([{"op": "reset", "row": {}}])
+        assert session.state is None
+    finally:
+        pool.close()
+
+
+def _check_and_import(config: EnvConfig) -> None:
+    check_environments(config)
+    EnvironmentPool(config).start().close()
+
+
+def test_half_a_state_is_rejected_before_the_start(tmp_path):
+    """A class with state_dict alone could not be restored: each resumed episode failed."""
+    (tmp_path / "half.py").write_text(ROOM.replace("    def add", "    def state_dict(self): return {}\n    def add"))
+    for name in ("Room", "Inherits"):
+        if name == "Inherits":
+            with (tmp_path / "half.py").open("a") as file:
+                file.write("class Inherits(Room):\n    pass\n")
+        config = EnvConfig(classes=[f"{tmp_path / 'half.py'}:{name}"])
+        with pytest.raises(UserError, match="has the method state_dict, but no method load_state_dict"):
+            _check_and_import(config)
 
 
 BAD = """
