@@ -12,8 +12,9 @@ from torch import Tensor
 
 @dataclass(kw_only=True)
 class Batch:
-    """N rows of one rank: the fields that every stage has. A row is a sample, or a part of a sample with
-    `Sample.forks`.
+    """N rows of one rank: the fields that every stage has.
+
+    A row is a sample. If an agent rewrote its history, the sample has several rows (`Sample.forks`).
 
     Sequences are prompt + response, padded on the right to L tokens. R is the length of the longest response. Column 0
     of a tensor of shape [N, R] is the first token of the response.

@@ -29,7 +29,7 @@ class TokenRows:
 
 
 def lay_out(model: nn.Module, ids: Tensor, lengths: ArrayLike) -> TokenRows:
-    """Lay out the first `lengths` [N] tokens of each row of `ids` [N, L]: in one row after `pack`, else right-padded.
+    """Lay out the first `lengths` [N] tokens of each row of `ids` [N, L]: packed if `pack` was called, else padded.
 
     Padding needs no mask: with causal attention, a real token never attends to padding on its right. `lengths` are on
     the host, so that the host computes shapes without waiting for the device.

@@ -17,7 +17,7 @@ class PolicyFiles:
     folder: Path  # the same path at each start, because vLLM's compile cache depends on the path
     eos: Sequence[int]  # tokens that end a response
     max_model_len: int  # limit of prompt plus response in tokens
-    tokenizer: Any = None  # finds stop strings that begin before, and end after, the point where a response continues
+    tokenizer: Any = None  # finds a stop string that begins in the earlier part of a continued response
 
     def write(self) -> None:
         write_folder(self.folder, self.files)

@@ -19,7 +19,7 @@ FEWEST_STEPS = 10
 CLEAR = 2.5
 """A change of the mean reward counts if it exceeds this many standard errors of the difference of the means."""
 CLEAR_GAIN = {"accuracy": 0.02, "val_reward": 0.0}
-"""A change of a held-out result counts if it exceeds this, by the result's name in report.json."""
+"""Name of a held-out result in report.json -> size that its change must exceed to count."""
 REJECTED_SHARE = 0.05
 """A run is unstable if the guards rejected more batches than this share of its steps."""
 NOT_FINITE = "not a finite number"

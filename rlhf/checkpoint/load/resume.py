@@ -42,9 +42,8 @@ def restore(
 ) -> LoadResult | None:
     """Restore `state` and this rank's generators from the newest intact checkpoint of the run `identity`. Collective.
 
-    Verifies every byte, most bytes while loading. When any rank finds damage, all ranks set the checkpoint aside and
-    try the next older one, then `source` (`trainer.resume_from_path`). Only for `source`,
-    `checkpoint.load_contents` selects the parts to load.
+    Verifies every byte, most while loading. When any rank finds damage, all ranks set the checkpoint aside and try the
+    next older one, then `source` (`trainer.resume_from_path`; `checkpoint.load_contents` selects its parts to load).
 
     If nodes have their own disks, a checkpoint is complete when all disks together have every file. Incomplete
     checkpoints are logged with their missing files, and set aside once an older checkpoint is loaded.

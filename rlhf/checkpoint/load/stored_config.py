@@ -39,10 +39,10 @@ def check_base(path: Path, manifest: Manifest, config: ResolvedConfig, diff: Con
         return
     present = config.setting(BASE)
     before = next((change.stored for change in diff.harmless if change.key == BASE), present)
-    was, remedy = f"which was {before}", f"Set {BASE}={before}"
+    was, remedy = f"Their base model was {before}", f"Set {BASE}={before}"
     if before == present:
-        was, remedy = "which had other files then", "Restore the files"
-    raise UserError(f"{BASE}={present} is not the base model of the adapters in {path}, {was}. {remedy}; or {NEW_RUN}.")
+        was, remedy = "The model had other files at the save", "Restore the files"
+    raise UserError(f"{BASE}={present} is not the base model of the adapters in {path}. {was}. {remedy}; or {NEW_RUN}.")
 
 
 def _by_content(diff: ConfigDiff, manifest: Manifest) -> ConfigDiff:

@@ -108,8 +108,8 @@ def _switches_off(name: str, value: Any) -> bool:
 def _key(trainer: str, name: str) -> str:
     """Return our name for a setting of `trainer`, or `name` unchanged if we have none.
 
-    Search this trainer's table of names, then the tables of the other trainers. Then, for a name without dots, use our
-    only name with this last part.
+    Search this trainer's table of names, then the tables of the other trainers. If both lack the name and it has no
+    dots, return the one setting of ours whose last part is `name`, unless there are several.
     """
     tables = other_trainers()
     found = tables.names[trainer].get(name) or tables.settings.get(name)

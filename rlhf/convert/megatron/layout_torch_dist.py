@@ -28,7 +28,7 @@ NOT_MODEL = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state")
 
 
 def recognises(origin: Origin) -> bool:
-    """Return whether `dist_checkpointing` wrote the folder, or the role's folder in it."""
+    """Return whether `dist_checkpointing` wrote the folder or one in it, such as `actor` (see `find_folder`)."""
     return find_folder(origin, _is_distributed) is not None
 
 

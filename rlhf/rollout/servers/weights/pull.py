@@ -42,7 +42,7 @@ class WeightServer:
                 self.wfile.write(data)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Log nothing: the server that fetches reports failures."""
+                """Log nothing, because the receiver reports a failed download."""
 
             def handle(self) -> None:
                 try:
