@@ -95,7 +95,7 @@ class Shuffle:
     _responses: list[int]
     """Numbers of tokens of all ranks' prompts and responses, in the order of uids."""
     _samples: list[range]
-    """The rows of each sample."""
+    """The rows of each sample; a sample with forks has several (`Sample.forks`)."""
 
     def deal(self, epoch: int) -> tuple[list[Place], SampleBalance]:
         """Return the place of every sample in an epoch, and the split of the mini-batches over the ranks."""

@@ -181,7 +181,7 @@ class ScoringProcess:
             raise ProcessDiedError(how, killed=status == -signal.SIGKILL) from error
 
     def _has_unrequested_reply(self, from_child: int) -> bool:
-        """Return whether the process wrote to its reply pipe before any request. Such output could pass for a reply."""
+        """Return whether the process wrote to its reply pipe before the request. Such output could pass for a reply."""
         poll = select.poll()
         poll.register(from_child, select.POLLIN)
         return bool(self._unread) or any(events & select.POLLIN for _, events in poll.poll(0))

@@ -99,7 +99,7 @@ class EmbeddedEngine(PartialEngine):
         the tokens that it would have got without the interruption.
 
         Raises:
-            ValueError: an empty prompt, or a response so far that already has `max_tokens` tokens.
+            ValueError: an empty prompt, or a continued response that already has `max_tokens` tokens.
             UserError: prompt and response exceed the model's positions.
         """
         return self._generate(requests, (), seed, step)

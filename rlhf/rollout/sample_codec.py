@@ -24,8 +24,8 @@ def to_arrays(samples: Sequence[Sample]) -> Arrays:
     """Return `samples` as little-endian 1-D arrays, without loss.
 
     `token_ids` (int32) and `log_probs` (float32) are concatenated over the samples. `rows` (FIELDS numbers per sample),
-    `versions` and `observations` (pairs) are flattened int64. If any sample has forks, `forks` are flattened triples:
-    index of the sample, and its fork's two numbers.
+    `versions` and `observations` (pairs) are flattened int64. If any sample has `Sample.forks`, `forks` are
+    flattened int64 triples: index of the sample, start and prompt of the fork.
     """
     rows = [
         (s.uid, s.sample, len(s), REASONS.index(s.finish_reason), len(s.versions), len(s.observations)) for s in samples

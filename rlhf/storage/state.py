@@ -35,7 +35,7 @@ class TrainState(Protocol):
         """Restore `extra_state`."""
 
     def hf_parts(self) -> FileParts:
-        """Return the Hugging Face tensors of each weight that a Hugging Face folder stores differently."""
+        """Map each weight that a Hugging Face folder stores as several tensors (experts) to these tensors."""
 
     def hf_files(self) -> Mapping[str, bytes]:
         """Return the small files of a Hugging Face folder: config, generation config, tokenizer, chat template, and

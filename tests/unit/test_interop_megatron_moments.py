@@ -325,7 +325,7 @@ def count_further(content: dict[str, Any]) -> None:
     ("spoil", "reason"),
     [
         (in_a_list, "mp_rank_01_000/model_states.pt has several optimizers"),
-        (without_optimizer, "mp_rank_01_000/model_states.pt has none"),
+        (without_optimizer, "mp_rank_01_000/model_states.pt has no optimizer"),
         (in_other_file, "in the format distrib_optim.pt, whose buckets have no parameter names"),
         (lose_parameter, "the order of the parameters is unknown"),
         (other_groups, "the order of the parameters is unknown: 2 parameter groups"),

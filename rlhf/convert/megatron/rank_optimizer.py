@@ -32,7 +32,7 @@ def moments_of_rank(state: Any, weights: Weights, path: Path) -> dict[str, list[
     from the groups, all shapes, and the values of the float32 copies.
     """
     if not isinstance(state, dict):
-        raise Unmapped(f"{path} has {'several optimizers' if isinstance(state, list) else 'none'}")
+        raise Unmapped(f"{path} has {'several optimizers' if isinstance(state, list) else 'no optimizer'}")
     inner = state.get("optimizer", state)
     entries, groups = inner.get("state"), inner.get("param_groups")
     if not entries and "param_groups" in inner:
@@ -50,7 +50,7 @@ def moments_of_rank(state: Any, weights: Weights, path: Path) -> dict[str, list[
             for (stage, name, weight), copy in zip(in_16_bits, copies, strict=True):
                 found[MASTERS][stage][name] = _checked_copy(_checked(copy, name, weight), name, weight)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise Unmapped(WRONG_ORDER.format(f"{path} has no Adam of Megatron for all weights ({error!r})")) from None
+        raise Unmapped(WRONG_ORDER.format(f"{path} lacks Megatron's Adam state for some weight ({error!r})")) from None
     return found
 
 
@@ -75,5 +75,5 @@ def _checked(tensor: Any, name: str, weight: StoredTensor) -> StoredTensor:
 def _checked_copy(copy: StoredTensor, name: str, weight: StoredTensor) -> StoredTensor:
     sample = min(SAMPLE, weight.numel)
     if not torch.equal(copy.read(0, sample).to(weight.dtype), weight.read(0, sample)):
-        raise Unmapped(WRONG_ORDER.format(f"the float32 copy of {name} is not the weight's"))
+        raise Unmapped(WRONG_ORDER.format(f"the float32 copy of {name} differs from the weight"))
     return copy

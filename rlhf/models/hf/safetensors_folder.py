@@ -21,7 +21,7 @@ ABSENT = ["the optimizer's moments", "the step and the learning rate schedule"]
 
 
 def open_safetensors(path: Path, model_files: Path | None = None) -> "SafetensorsFolder | None":
-    """Open the folder `path`, with small files from `model_files` or `path`; return None without safetensors.
+    """Open the folder `path`, with config and tokenizer from `model_files` or `path`; return None without safetensors.
 
     Raises:
         UserError: the weights are quantized or of an unsupported type, or a file of the index is missing.

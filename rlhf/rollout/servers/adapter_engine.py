@@ -42,7 +42,7 @@ class AdapterServerEngine(ServerEngine):
 
     @property
     def _adapters(self) -> AdapterPush:
-        """The leader's push."""
+        """The `AdapterPush`, which only the leader has."""
         assert isinstance(self._weight_push, AdapterPush)
         return self._weight_push
 
