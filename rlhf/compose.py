@@ -152,7 +152,7 @@ def _replaced_entries(
     """Yield a message for each chosen entry without effect.
 
     Either a recipe replaces the entry's only setting, or that setting is `typed` on the command line before the entry.
-    A setting after the entry refines the entry: of two overrides, the later counts.
+    A setting after the entry is not reported: it refines the entry.
     """
     values = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=False))
     for group in sorted(chosen.keys() & set(library.groups)):

@@ -74,9 +74,9 @@ class PolicyWeights(Model, Protocol):
     def full_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield every gathered weight and persistent buffer, inside or outside `on_device`. Collective.
 
-        Tensors are on this rank's device. Weights are the float32 weights, cast to `dtype` if given (the same on every
-        rank); buffers keep their type. Tensors are valid until `on_device` begins or ends. With adapters, yield the
-        merged weights by the names of the base.
+        Tensors are on this rank's device. Weights are the float32 weights, cast to `dtype` if given; buffers keep their
+        type. Every rank must give the same `dtype`. Tensors are valid until `on_device` begins or ends. With adapters,
+        yield the merged weights by the names of the base.
         """
 
 

@@ -31,7 +31,7 @@ class RolloutViewer:
     """Rollouts per step over all ranks; -1 for all."""
     coordinator: Coordinator
     own_prompts: bool = True
-    """Whether a group's prompt is the data's. Environments make it False: they add tools and the text of `reset`."""
+    """Whether groups' prompts are the data's tokens. Not with environments, which add tools and the text of `reset`."""
 
     def shown(self, groups: Sequence[Group], advantages: Sequence[float]) -> list[ShownSample]:
         """Return the picked rollouts of all ranks on the leader, and an empty list on other ranks. Collective.

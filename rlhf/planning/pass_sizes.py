@@ -9,7 +9,7 @@ from rlhf.config.derived import generated_by_rank, longest_sample, prompts_per_g
 
 @dataclass(frozen=True)
 class PassSize:
-    """Tokens of one rank's pass through a model."""
+    """Size of one rank's passes through a model: tokens of a micro-batch, and number of micro-batches."""
 
     tokens: int
     predicted: int

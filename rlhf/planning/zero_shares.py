@@ -83,7 +83,8 @@ class ZeroShares:
         """Return the bytes of temporaries in the optimizer's step: a rank's concatenated gradients.
 
         Stage 1 reduces gradients only in the optimizer's step. With float32 passes the step needs the larger of the
-        bucket and the ranks' parts. With bfloat16 passes the step needs a float32 copy of the bucket to send.
+        bucket and this rank's gradients (twice these with several ranks). With bfloat16 passes the step needs a float32
+        copy of the bucket to send.
         Stage 2 with bfloat16 passes has no temporaries.
         """
         if self.stage == 1:

@@ -102,7 +102,8 @@ class WeightCheck:
       engine's sum changes exactly when the sum of the sent weights changes.
     - The places of elements are compared if one device has the whole weight. A weight whose elements have other places
       at the first sync (a transposed weight, for example) is from then on compared without places.
-    - If only the trainer or only the engine has other weights of a layer, the check ignores these weights.
+    - If only the trainer or only the engine has weights of a layer without a counterpart, the check ignores these
+      weights.
 
     An engine that has none of the weights sent, or that lacks a weight of an earlier sync, fails the check.
 

@@ -42,7 +42,7 @@ class HistoryMark:
         return cls(size, _tail(path, size) or "")
 
     def fits(self, path: Path) -> bool:
-        """Return whether the file has the same last TAIL bytes before this mark."""
+        """Return whether the TAIL bytes of the file before this mark have the hash `tail`."""
         return (_tail(path, self.size) or "") == self.tail
 
 

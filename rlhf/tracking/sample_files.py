@@ -24,10 +24,10 @@ ShownSample = Mapping[str, Any]
 prompt), `data_source`, `prompt` and `response` (texts), `ground_truth`, `score` (whole reward), `rewards` (per reward
 function), `extra` (the functions' further numbers, texts, lists), `advantage` (mean over the policy's tokens; null in a
 validation), `length` (response tokens), `rows` (1, plus 1 each time an agent rewrote its history), `observations`
-(spans [start, end) of response tokens that the policy did not write), `parts` (of an episode: pairs of writer,
-`policy`, `environment` or `history` (rewritten), and text; else null), `tokens` (of a rollout's first tokens: pairs of
-text and log-prob, which is null for a token of the environment; else null),
-`finish_reason`, `version` (the policy's optimizer steps)."""
+(spans [start, end) of response tokens that the policy did not write), `parts` (of an episode: pairs of writer
+and text; else null; the writer is `policy`, `environment` or, if an agent rewrote the history, `history`), `tokens` (of
+a rollout's first tokens: pairs of text and log-prob, which is null for a token of the environment; else null),
+`finish_reason`, `version` (the number of training steps of the policy that drew the oldest token)."""
 
 
 class SampleFiles:

@@ -25,7 +25,7 @@ MOST, LONGEST, DEEPEST = 100, 200, 8
 """Limits for a driver state of any size: values shown, characters of each value, and levels of nesting."""
 
 DOCUMENT = (
-    "`checkpoints`: `path`, `problem` (null or a line); if readable `step`, `created`, `size` (text), `bytes`, "
+    "`checkpoints`: `path`, `problem` (null or a line); if readable, `step`, `created`, `size` (text), `bytes`, "
     "`linked_bytes`, `files`, `ranks`, `backend`, `contents`, `metrics`, `linked`, `versions`, `numerics`, `format`, "
     "`imported`, `driver_state`, `folders`: `folder`, `bytes`, `tensors` (null, or `name`, `dtype`, `shape`, `shards`)"
 )

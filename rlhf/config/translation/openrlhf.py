@@ -1,4 +1,4 @@
-"""Converts OpenRLHF's arguments whose values mean something else here (0.11.2, and flat names of earlier releases)."""
+"""Converts arguments of OpenRLHF 0.11.2, and flat names of earlier releases, whose values mean something else here."""
 
 from rlhf.config.algorithm_table import ALGORITHMS, ESTIMATORS
 from rlhf.config.translation.openrlhf_training import adapters, correction, optimizer, share_between_optimizers
@@ -101,7 +101,10 @@ def _kl(theirs: Theirs, recipe: Recipe) -> None:
 
 
 def _batches(theirs: Theirs, recipe: Recipe) -> None:
-    """Set prompts per update (samples / samples per prompt) and budgets of samples * (prompt + response) tokens."""
+    """Set batch sizes in prompts, length limits, and the token budget of a micro-batch.
+
+    OpenRLHF counts the batch of an update in samples, and a micro-batch, too, unless its batches are dynamic.
+    """
     n = int(theirs.number("n_samples_per_prompt", "rollout.n_samples_per_prompt", least=1))
     prompts = int(theirs.number("rollout_batch_size", "rollout.batch_size", least=1))
     samples = int(theirs.number("train_batch_size", "train.batch_size", least=1))

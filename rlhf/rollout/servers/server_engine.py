@@ -183,7 +183,7 @@ class ServerEngine:
                 return outcome
             if self._listener is not None:
                 self._listener(self._news())
-            if generating:  # a restart of servers may take long; the fleet has its own deadlines
+            if generating:  # so that the watchdog waits for a restart of servers; the fleet has its own deadlines
                 announce("rollout.wait")
 
     def _on_leader(self, action: Callable[[Fleet], T]) -> T:
@@ -312,7 +312,7 @@ def build_server_engine(
 def _own_servers(
     config: RolloutConfig, policy: PolicyFiles, device: torch.device, secret: Secret, logs: Path, resources: ExitStack
 ) -> dict[Path, ServerProcess]:
-    """Return the servers that this run starts, by log file. `resources` closes their keeper."""
+    """Return the servers that this run starts, by log file. `resources` closes the keeper, which runs them."""
     gpus = server_gpus(config, device)
     policy.write()
     make_dir(logs)
