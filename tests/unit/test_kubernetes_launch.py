@@ -14,7 +14,7 @@ from kubernetes_validate.utils import all_versions, major_minor
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
 from rlhf.launch.kubernetes import pod_ranks
 from rlhf.launch.kubernetes.__main__ import main
-from rlhf.launch.kubernetes.job_manifest import WORK, default_name
+from rlhf.launch.kubernetes.job_manifest import USER_ID, default_name
 from rlhf.launch.kubernetes.pod_ranks import PodRanks
 from tests.support.refusals import says
 
@@ -119,6 +119,7 @@ def test_a_pod_has_what_its_ranks_need(capsys):
     mounted = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
     assert mounted["/dev/shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "16Gi"}
     assert mounted["/work"]["persistentVolumeClaim"] == {"claimName": "work"}
+    assert pod["securityContext"]["fsGroup"] == USER_ID, "the images' user may write to a new volume"
     assert container["envFrom"] == [{"secretRef": {"name": "hub"}}, {"secretRef": {"name": "wandb"}}]
     assert document["metadata"] == {"name": "run", "namespace": "team"}
     assert "resources" not in container_of(written(capsys, "trainer.device=cpu"))
@@ -246,9 +247,3 @@ def test_a_stop_signal_reaches_all_ranks(monkeypatch):
     monkeypatch.setattr(pod_ranks, "PEERS_S", 0.3)
     waits = "signal.pause()"
     assert run_pod(waits, waits, stop=True)[0] == EXIT_REQUEUE
-
-
-def test_the_images_have_what_the_manifest_starts():
-    for name in ("cuda", "cpu"):
-        text = (ROOT / "docker" / f"Dockerfile.{name}").read_text()
-        says(text, "install -y --no-install-recommends tini", f"WORKDIR {WORK}")

@@ -25,6 +25,8 @@ POD_FAILURES = 3
 """Default of --backoff-limit for a Job: the number of failed pods to replace."""
 WORK = "/work"
 """Working directory of the images."""
+USER_ID = 1000
+"""User and group of the images."""
 CONTAINER, NODES = "train", "node"
 """Names of the container in a pod, and of the Job in a JobSet."""
 MASTER_PORT = 29500
@@ -151,6 +153,8 @@ def _job_spec(
             "spec": {
                 "restartPolicy": "Never",
                 "terminationGracePeriodSeconds": stop_notice_s(trainer),
+                # The images' user is not root. Without this group, only root may write to most new volumes.
+                "securityContext": {"fsGroup": USER_ID, "fsGroupChangePolicy": "OnRootMismatch"},
                 "containers": [container],
                 "volumes": [
                     {"name": "work", "persistentVolumeClaim": {"claimName": pod.claim}},
