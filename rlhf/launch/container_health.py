@@ -1,4 +1,4 @@
-"""python -m rlhf.launch.health: the images' health check, which fails if a run in the container is hung.
+"""python -m rlhf.launch.container_health: the images' health check, which fails if a run in the container is hung.
 
 The command needs no arguments: it finds each run by a process that has opened the run's lock.
 """

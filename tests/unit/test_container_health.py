@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.launch.health import HEALTHY, UNHEALTHY, main
+from rlhf.launch.container_health import HEALTHY, UNHEALTHY, main
 from rlhf.ranks.lock import RUN_LOCK
 from rlhf.storage.layout import HISTORY, RESOLVED
 from tests.support.published import eventually
