@@ -6,14 +6,15 @@ from collections.abc import Mapping
 REDACTED = "REDACTED"
 SECRET_NAME = re.compile(
     r"(.*[_-])?(api|access|auth|private|secret)?"
-    r"(tokens?|secrets?|passwords?|passwd|bearer|passphrase|keys?|credentials?|auth|authorization|cookie)"
-    r"([_-]?\d+)?"
-    r"|.+[_-]pwd([_-]?\d+)?",  # not `pwd` alone: $PWD is the working directory
+    r"(tokens?|secrets?|passwords?|passwd|bearer|passphrase|keys?|cred(ential)?s?|(auth|authorization)([_-]?headers?)?"
+    r"|cookie)([_-]?\d+)?"
+    r"|.+[_-]pwd?([_-]?\d+)?",  # not `pwd` alone: $PWD is the working directory
     re.IGNORECASE,
 )
-"""Matches the name of an environment variable whose value is a secret. See also `has_secret`."""
-SECRET_KEY = re.compile(rf"{SECRET_NAME.pattern}|pwd([_-]?\d+)?", re.IGNORECASE)
+"""Matches the name of an environment variable whose value is a secret. See also `names_secret`."""
+SECRET_KEY = re.compile(rf"{SECRET_NAME.pattern}|pwd?([_-]?\d+)?", re.IGNORECASE)
 """Matches the key of a mapping, or the name of an option, whose value is a secret."""
+_WORD_OF_CAMEL_CASE = re.compile(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _NUMBER = re.compile(r"[-+]?[\d.]+([eE][-+]?\d+)?|None|True|False")
 _COUNTED = re.compile(r"(.*[_-])?tokens([_-]?\d+)?", re.IGNORECASE)
 _MARKER = re.compile(r"<[^<>\s]+>|\[[A-Z/]+\]")
@@ -25,12 +26,15 @@ _COLUMN = re.compile(
 _WORDS = re.compile(r"[A-Za-z]{1,15}\d{0,2}([_.][A-Za-z]{0,15}\d{0,2}){0,3}")
 """Matches a value that may name a column of the data. Longer words may be generated keys."""
 SECRET = re.compile(
-    r"\b(?:hf|sk|ghp|gho|xox[a-z]|AKIA)[_-]?[A-Za-z0-9-]{16,}"
+    r"\b(?:sk-|github_pat_|glpat-)[\w-]{16,}"
+    r"|\b(?:hf|sk|gh[pousr]|xox[a-z]|AKIA)[_-]?[A-Za-z0-9-]{16,}"
     r"|\bBearer +[^\s'\",]+"
     r"|\b(?i:authorization)['\"]?\s*[:=]\s*['\"]?(?:\w+ +)?[^\s'\",]+"
 )
-"""Tokens of Hugging Face, OpenAI, GitHub, Slack and AWS, and HTTP's authorization, wherever they occur in a text."""
-LOGIN = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
+"""Tokens of Hugging Face, OpenAI, Anthropic, GitHub, GitLab, Slack and AWS, and HTTP's authorization, anywhere in a
+text."""
+LOGIN = re.compile(r"(?<=://)(?:(?<!hdfs://)[^/\s?#]*[^/\s?#:]|[^/\s:@]*:[^/\s@]+)(?=@)")
+"""Matches the login of a URL. It may be a token alone, except for HDFS, where it is the user's name."""
 _QUERY = re.compile(r"(?<=://)([^\s?]*\?)[^\s'\"`)>\]},;]+")
 _VARIABLE = re.compile(r"(?:(?:basic|bearer|token) +)?\$\{oc\.env:\s*\w+\s*\}", re.IGNORECASE)
 _SHORTEST = 8
@@ -57,12 +61,22 @@ class Redaction:
         return without_queries(SECRET.sub(REDACTED, text))
 
 
+def names_secret(name: str, names: re.Pattern[str] = SECRET_KEY) -> bool:
+    """Return whether `names` matches `name`, of which `openaiApiKey` is read as `openai_Api_Key`."""
+    return names.fullmatch(_with_words(name)) is not None
+
+
+def _with_words(name: str) -> str:
+    return _WORD_OF_CAMEL_CASE.sub("_", name)
+
+
 def has_secret(name: str, value: object, names: re.Pattern[str] = SECRET_KEY) -> bool:
     """Return whether `value` under `name` is a secret.
 
     A number under a name such as `max_tokens` is no secret. In mappings (`names` is SECRET_KEY), special tokens and the
     names of columns are not secrets: a resume does not compare secrets, so it would miss a changed `answer_key`.
     """
+    name = _with_words(name)
     if not names.fullmatch(name) or (_COUNTED.fullmatch(name) and _has_only(_NUMBER, value)):
         return False
     return names is not SECRET_KEY or not (

@@ -12,9 +12,9 @@ from rlhf.config.redaction import (
     LOGIN,
     REDACTED,
     SECRET,
-    SECRET_KEY,
     SECRET_NAME,
     has_secret,
+    names_secret,
     without_queries,
     without_variables,
 )
@@ -25,6 +25,7 @@ _INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 """Matches the start of an interpolation: `${` after an even number of backslashes. An odd number escapes it."""
 _LITERAL_QUERY = re.compile(r"([^?]*://[^?]*\?).*=[^&$]")
 _ASSIGNMENT = re.compile(r"-*([\w.-]+)\s*[:=]\s*(\S.*)", re.DOTALL)
+_PAIR = re.compile(r"([\w.-]+)=([^\s;&]+)")
 _OPTION = re.compile(r"-+([\w.-]+)")
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)")
 
@@ -52,8 +53,8 @@ def hide(value: T, raw: Any, path: str = "RLHF", *, free: bool = False) -> T:
 
     Secrets are:
     - in free mappings (with the user's own keys, such as `reward.kwargs`): interpolations, texts under a key such as
-      `api_key`, texts that look like a token, `NAME: VALUE` or `NAME=VALUE` with such a key, and the value after an
-      option such as `--api-key`;
+      `api_key`, texts that look like a token, `NAME: VALUE` with such a key, texts with `NAME=VALUE`, and the value
+      after an option such as `--api-key`;
     - elsewhere: interpolations of environment variables, if the value is a URL or a variable is called
       `..._TOKEN` or similar;
     - everywhere: logins and queries of URLs, and settings that the schema declares as secret.
@@ -84,7 +85,7 @@ def hide(value: T, raw: Any, path: str = "RLHF", *, free: bool = False) -> T:
 def _option(before: Any) -> str:
     """Return the path suffix of a list item after the option `before`, such as `.api-key`; empty after other items."""
     option = _OPTION.fullmatch(before) if isinstance(before, str) else None
-    return f".{option[1]}" if option and SECRET_KEY.fullmatch(option[1]) else ""
+    return f".{option[1]}" if option and names_secret(option[1]) else ""
 
 
 def _item(raw: Any, key: Any) -> Any:
@@ -107,12 +108,13 @@ def interpolates(value: Any) -> bool:
 
 def _from_text(value: str, text: str, path: str, free: bool) -> str:
     variables = _ENVIRONMENT.findall(text)
-    if not (free or (variables and ("://" in value or any(map(SECRET_NAME.fullmatch, variables))))):
-        return value
+    if not (free or (variables and ("://" in value or any(names_secret(name, SECRET_NAME) for name in variables)))):
+        return _typed(value, path, free)
     if query := _LITERAL_QUERY.match(text):
         variable = _variable(path)
         return Hidden(value, f"{query[1]}${{oc.env:{variable}}}", (variable, value.partition("?")[2]))
-    if free and SECRET.search(without_variables(text)):
+    literal = without_variables(text)
+    if (free and SECRET.search(literal)) or LOGIN.search(literal):
         return Hidden(value, f"${{oc.env:{_variable(path)}}}", (_variable(path), value))
     return Hidden(value, text)
 
@@ -124,8 +126,10 @@ def _variable(path: str) -> str:
 
 def _typed(value: str, path: str, free: bool) -> str:
     variable = _variable(path)
-    pair = _ASSIGNMENT.fullmatch(value)
-    named = any(has_secret(part, value) for part in path.split(".")) or (pair and has_secret(pair[1], pair[2]))
+    pairs = [*((part, value) for part in path.split(".")), *_PAIR.findall(value)]
+    if whole := _ASSIGNMENT.fullmatch(value):
+        pairs.append(whole.groups())
+    named = any(has_secret(*pair) for pair in pairs)
     if value and ((free and (named or SECRET.search(value))) or LOGIN.search(value)):
         return Hidden(value, f"${{oc.env:{variable}}}", (variable, value))
     if query := _QUERY.fullmatch(value):
@@ -210,7 +214,7 @@ def masked(value: Any, name: str = "") -> Any:
     if is_dataclass(value):
         return {field.name: masked(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, dict):
-        return {key: masked(item, name if SECRET_KEY.fullmatch(name) else str(key)) for key, item in value.items()}
+        return {key: masked(item, name if names_secret(name) else str(key)) for key, item in value.items()}
     if isinstance(value, list):
         return [masked(item, name) for item in value]
     if not isinstance(value, str):

@@ -142,6 +142,27 @@ def test_queries_of_addresses_are_redacted():
 
 
 @pytest.mark.parametrize(
+    "token",
+    [
+        "sk-proj-abcdefgh_ijklmnop-12",
+        "sk-ant-api03-ab_c-defghi",
+        "github_pat_11ABCDEFG0_abcdefghi",
+        "glpat-abcd_12345678901",
+    ],
+)
+def test_whole_tokens_are_redacted(token):
+    assert (
+        Redaction()(f"failed with {token}, hf_model_with_a_long_name")
+        == "failed with REDACTED, hf_model_with_a_long_name"
+    )
+
+
+def test_whole_logins_are_redacted():
+    found = Redaction()("of http://abc@host/x, http://me:p@ss@host:1 and http://host?to=a@b, by me@host")
+    assert found == "of http://REDACTED@host/x, http://REDACTED@host:1 and http://host?REDACTED, by me@host"
+
+
+@pytest.mark.parametrize(
     "kwargs",
     [
         "{headers: {Authorization: 'Bearer typed-by-hand'}}",
@@ -155,7 +176,12 @@ def test_queries_of_addresses_are_redacted():
         "{pwd: typed-by-hand, db-pwd-2: typed-by-hand}",
         "{hdrs: ['Authorization: Bearer typed-by-hand', 'Authorization: Basic typed-by-hand']}",
         "{hdrs: ['X-Api-Key: typed-by-hand', 'Cookie: typed-by-hand'], note: 'use Bearer typed-by-hand'}",
-        "{arguments: [--api-key, typed-by-hand, '--token=typed-by-hand']}",
+        "{arguments: [--api-key, typed-by-hand, '--token=typed-by-hand', --apiKey, typed-by-hand]}",
+        "{url: 'https://typed-by-hand@host/x', urls: ['see https://typed-by-hand@host:1 first']}",
+        "{url: 'https://me:typed-by-hand@${oc.env:NAME}/x', other: 'https://typed-by-hand@${oc.env:NAME}/x'}",
+        "{openaiApiKey: typed-by-hand, clientSecret: typed-by-hand, HTTPAuthToken: typed-by-hand}",
+        "{auth_header: typed-by-hand, db_creds: typed-by-hand, cred: typed-by-hand, db-pw: typed-by-hand}",
+        "{dsn: 'host=h password=typed-by-hand user=u', url: 'https://host/x#access_token=typed-by-hand'}",
     ],
 )
 def test_other_names_and_forms_of_secrets(kwargs):
@@ -165,6 +191,39 @@ def test_other_names_and_forms_of_secrets(kwargs):
     assert_without_secrets(json.dumps(masked(config)))
     export(config)
     assert from_yaml(to_yaml(config)) == config
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "tracking.mlflow.tracking_uri=https://typed-by-hand@host/x",
+        "tracking.mlflow.tracking_uri='https://typed-by-hand@${trainer.project_name}/x'",
+        "tracking.mlflow.tracking_uri='https://me:typed-by-hand@${oc.env:NAME}/x'",
+        "rollout.servers.urls=['http://typed-by-hand@host:1']",
+    ],
+)
+def test_a_login_without_a_password_is_a_secret(setting):
+    """A token as the whole login, as in `https://TOKEN@host`, was stored in each checkpoint."""
+    config = composed(setting)
+    assert_without_secrets(to_yaml(config))
+    assert_without_secrets(json.dumps(masked(config)))
+    export(config)
+    assert from_yaml(to_yaml(config)) == config
+
+
+def test_logins_from_variables_stay_interpolations():
+    url = "http://me:${oc.env:MY_TOKEN}@host/x"
+    config = composed(f"tracking.mlflow.tracking_uri='{url}'")
+    assert yaml.safe_load(to_yaml(config))["tracking"]["mlflow"]["tracking_uri"] == url
+
+
+def test_names_that_only_resemble_secrets_are_stored_and_compared():
+    names = ("tokenizer", "maxTokens", "token_level", "keyboard", "authors", "passed", "patience", "pattern")
+    names += ("monkey", "keyword", "secretary", "power", "tokenType", "credit", "header")
+    kwargs = dict.fromkeys(names, "64") | {"answerKey": "final", "mail": "me@example.org", "path": "hdfs://me@host/x"}
+    config = composed(f"reward.kwargs={hydra_value(kwargs)}")
+    assert masked(config)["reward"]["kwargs"] == kwargs
+    assert yaml.safe_load(to_yaml(config))["reward"]["kwargs"] == kwargs
 
 
 def test_the_command_of_an_alert_keeps_its_secrets():
