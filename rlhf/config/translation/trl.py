@@ -39,7 +39,9 @@ def _loss(theirs: Theirs, recipe: Recipe) -> None:
     kind, level = theirs.text("loss_type"), theirs.text("importance_sampling_level")
     if level == "sequence":
         recipe.groups["algorithm"] = "gspo"
-        if kind not in ("grpo", "dapo"):
+        if kind in ("grpo", "dapo"):
+            recipe.set("actor.loss_agg_mode", AGGREGATIONS[kind], "loss_type")
+        else:
             why = "importance_sampling_level=sequence selects algorithm=gspo, which has its own loss."
             recipe.lose("loss_type", kind, why)
     elif kind in ENTRIES:
@@ -51,10 +53,7 @@ def _loss(theirs: Theirs, recipe: Recipe) -> None:
         else:
             why = "there is no such loss here, so the recipe has algorithm=grpo; algorithm=NAME selects another."
             recipe.lose("loss_type", kind, why)
-    low, high = theirs.number("epsilon"), theirs.number("epsilon_high")
-    if recipe.groups["algorithm"] != "gspo" or low != 0.2 or high is not None:
-        recipe.set("actor.clip_ratio_low", low, "epsilon")
-        recipe.set("actor.clip_ratio_high", low if high is None else high, "epsilon_high")
+    _clips(theirs, recipe)
     scale = theirs.take("scale_rewards")
     recipe.set("algorithm.norm_adv_by_std_in_grpo", scale not in (False, "none"), "scale_rewards")
     if scale not in (False, "none", True, "group"):
@@ -66,6 +65,19 @@ def _loss(theirs: Theirs, recipe: Recipe) -> None:
         recipe.set("actor.clip_ratio_c", NO_DUAL_CLIP if ceiling is None else ceiling, "delta")
     elif ceiling is not None:
         recipe.lose("delta", ceiling, "only actor.policy_loss.loss_mode=vanilla has a dual clip.")
+
+
+def _clips(theirs: Theirs, recipe: Recipe) -> None:
+    low, high = theirs.number("epsilon"), theirs.number("epsilon_high")
+    high = low if high is None else high
+    if recipe.groups["algorithm"] != "cispo":
+        recipe.set("actor.clip_ratio_low", low, "epsilon")
+        recipe.set("actor.clip_ratio_high", high, "epsilon_high")
+    elif high >= 1:  # for cispo, TRL's bound is that of the ratio itself, and there is no lower bound
+        recipe.set("actor.clip_ratio_high", round(high - 1, 9), "epsilon_high")
+    else:
+        why = "TRL's cispo bounds the weight by epsilon_high; here, the bound 1 + actor.clip_ratio_high is at least 1."
+        recipe.lose("epsilon_high", high, why)
 
 
 def _kl(theirs: Theirs, recipe: Recipe) -> None:
