@@ -11,6 +11,7 @@ import yaml
 from rlhf.config.stored import parse_yaml
 from rlhf.config.translation.interpolations import Interpolations
 from rlhf.config.translation.shell_script import commands_of
+from rlhf.config.translation.shell_words import UNKNOWN
 from rlhf.errors import UserError, nearby
 
 _REPLACE = "Replace it in the file, and translate again."
@@ -77,7 +78,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     if path.suffix in (".yaml", ".yml", ".json"):
         found = _of_yaml(path, text)
     else:
-        found = _of_commands(path, commands_of(text))
+        found = _of_script(path, text)
     if not found:
         raise UserError(
             f"{path}: has no settings. Give verl's YAML or script (KEY=VALUE), or the YAML or script of TRL or "
@@ -125,41 +126,51 @@ def of_arguments(words: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _of_commands(path: Path, commands: Sequence[Sequence[str]]) -> dict[str, Any]:
+def _of_script(path: Path, text: str) -> dict[str, Any]:
     """Return the settings of the one command that runs Python with arguments; without such a command, of all commands.
 
     Raises:
-        UserError: two commands run Python with arguments. The union of their settings would fit neither.
+        UserError: two commands run Python with arguments (the union of their settings would fit neither), a value is
+            not known without running the script, or the script cannot be read.
     """
+    try:
+        commands = commands_of(text)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
     found = [(command, settings) for command in commands if (settings := _of_command(command))]
     if len(found) > 1:
         first, second = (_beginning(command) for command, _ in found[:2])
         raise UserError(
             f"{path}: has two commands with settings, `{first}` and `{second}`. Keep one of them in the file."
         )
-    arrays = [word for command, _ in found for word in command if re.fullmatch(r"\$\{\w+\[[@*]\]\}", word)]
-    if arrays:
+    if not found:
+        words = [word for command in commands for word in (*command, "--")]
+        found = [(words, of_arguments(words))]
+    [(command, settings)] = found
+    if (word := _not_known(command, settings)) is None:
+        return settings
+    if array := re.search(r"\$\{\w+\[[@*]\]\}", word):
         raise UserError(
-            f"{path}: {arrays[0]} is a shell array, which translate does not expand. Write its words into the command."
+            f"{path}: {array[0]} is a shell array, which translate does not expand. Write its words into the command."
         )
-    for command, _ in found:
-        if (word := _not_known(command)) is not None:
-            raise UserError(
-                f"{path}: the value of {word} is not known without running the script. Write what it stands for into "
-                "the command."
-            )
-    return found[0][1] if found else of_arguments([word for command in commands for word in (*command, "--")])
+    raise UserError(
+        f"{path}: the value of {word} is not known without running the script. Write what it stands for into the "
+        "command."
+    )
 
 
-def _not_known(command: Sequence[str]) -> str | None:
-    """Return the first word after the script or module whose value or number of words only the shell knows, or None."""
-    _, *words = itertools.dropwhile(lambda word: word != "-m" and not word.endswith(".py") and word != "grpo", command)
+def _not_known(command: Sequence[str], settings: Mapping[str, Any]) -> str | None:
+    """Return the first setting, or word after the script or module, whose value or number of words only the shell
+    knows, or None."""
+    words = [*itertools.dropwhile(lambda word: word not in ("-m", "grpo") and not word.endswith(".py"), command)][1:]
+    for name, value in settings.items():
+        words += [f"{name}={each}" for each in (value if isinstance(value, list) else [value])]
     for before, word in zip(["", *words], words, strict=False):
-        if re.search(r"\$[A-Za-z_]|\$\{(?!oc\.env:)", word):
-            return word
-        whole = re.fullmatch(r"\$\{oc\.env:(\w+)\}|(?:\$\(|`).*", word, re.DOTALL)
+        if UNKNOWN in word or re.search(r"\$\{(?!oc\.env:)", word):
+            return word.replace(UNKNOWN, "")
+        whole = re.fullmatch(r"\$\{oc\.env:(\w+)\}", word)
         if whole and not (before.startswith("--") and "=" not in before):
-            return f"${whole[1]}" if whole[1] else word
+            return f"${whole[1]}"
     return None
 
 
@@ -207,6 +218,8 @@ def _typed(text: str) -> Any:
     """Return the number, boolean, list or string that `text` means in YAML or Python."""
     if text == "None":
         return None
+    if re.search(r"\s#", text):  # a comment in YAML alone
+        return text
     try:
         value = parse_yaml(text)
     except yaml.YAMLError:
