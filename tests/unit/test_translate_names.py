@@ -177,6 +177,14 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
         {"algorithm.norm_adv_by_std_in_grpo": False},
         [],
     ),
+    ("openrlhf", {"advantage_estimator": "dr_grpo"}, {"actor.loss_agg_mode": "token-mean"}, []),
+    (
+        "openrlhf",
+        {"advantage_estimator": "dr_grpo", "policy_loss_type": "gspo"},
+        {"actor.loss_agg_mode": "seq-mean-token-mean", "actor.policy_loss.loss_mode": "gspo"},
+        [],
+    ),
+    ("trl", {"num_iterations": {"a": 1}}, {"actor.ppo_epochs": "missing"}, ["num_iterations={'a': 1}"]),
     ("trl", {"scale_rewards": "batch"}, {"algorithm.norm_adv_by_std_in_grpo": True}, ["scale_rewards=batch"]),
     (
         "trl",

@@ -42,6 +42,10 @@ def _algorithm(theirs: Theirs, recipe: Recipe) -> None:
     recipe.groups["algorithm"] = entry
     if loss != "ppo":
         recipe.set("actor.policy_loss.loss_mode", loss, "actor.policy_loss_type")
+    if loss == "gspo":
+        recipe.set("actor.loss_agg_mode", "seq-mean-token-mean", "actor.policy_loss_type")
+    elif entry == "dr_grpo":  # OpenRLHF's changes the advantage alone
+        recipe.set("actor.loss_agg_mode", "token-mean", "algo.advantage.estimator")
     if ESTIMATORS[ALGORITHMS[entry].adv_estimator].critic:
         optimizer("critic", theirs, recipe)
         recipe.set("critic.cliprange_value", theirs.take("value_clip", "critic.value_clip"), "critic.value_clip")
