@@ -33,10 +33,10 @@ def saved(environment: Any, *, attributes: bool = True) -> dict[str, Any] | None
     if callable(getattr(environment, "state_dict", None)):
         state = environment.state_dict()
         text = typed_json.dumps(state)
-        if typed_json.loads(text) != state:
+        if not _same(typed_json.loads(text), state):
             raise TypeError(
                 "state_dict must return texts, numbers, lists and dicts, which JSON keeps: no NaN, no tuples, no other "
-                "objects, and keys of type str"
+                "objects, no subclasses such as Counter, and keys of type str"
             )
         if len(text) > MOST_BYTES:
             raise TypeError(
@@ -51,6 +51,18 @@ def saved(environment: Any, *, attributes: bool = True) -> dict[str, Any] | None
         return {"attributes": _Encoder().encoded(vars(environment))}
     except _NotPlainError:
         return None
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two values are equal with all their types: a `Counter` is equal to a dict, and True to 1."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        pairs = zip(one.items(), other.items(), strict=False)
+        return len(one) == len(other) and all(_same(key, k) and _same(value, v) for (key, value), (k, v) in pairs)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
 
 
 def restore(environment: Any, state: dict[str, Any]) -> None:

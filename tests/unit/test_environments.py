@@ -6,10 +6,14 @@ import os
 import random
 import re
 import time
+from collections import Counter, OrderedDict, defaultdict
+from datetime import date
+from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from rlhf.api import check_inputs
@@ -406,6 +410,55 @@ def test_large_attributes_are_no_state_and_a_large_state_dict_is_named():
     assert saved(one) is None
     with pytest.raises(TypeError, match=r"state_dict returned \d+ bytes"):
         saved(Owner())
+
+
+class Level(IntEnum):
+    FIRST = 1
+
+
+class Text(str):
+    pass
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        Counter(a=1),
+        defaultdict(list, a=[]),
+        OrderedDict(a=1),
+        Level.FIRST,
+        np.float64(0.5),
+        Text("x"),
+        {Text("x"): 1},
+        [{"deep": Counter()}],
+        (1, 2),
+        {1: 2},
+        float("nan"),
+    ],
+    ids=repr,
+)
+def test_a_state_that_would_come_back_with_another_type_is_rejected(odd):
+    """After a kill, a restored environment had a dict in place of its Counter, and raised KeyError."""
+
+    class Owner:
+        def state_dict(self) -> dict:
+            return {"kept": odd}
+
+    with pytest.raises(TypeError, match="state_dict must return"):
+        saved(Owner())
+
+
+def test_a_state_of_plain_values_comes_back_unchanged():
+    class Owner:
+        def state_dict(self) -> dict:
+            return {"b": [1, 1.0, True, None, "x", {"c": {}}], "a": date(2020, 1, 2)}
+
+        def load_state_dict(self, state: dict) -> None:
+            self.state = state
+
+    owner = Owner()
+    restore(owner, saved(owner))
+    assert repr(owner.state) == repr(owner.state_dict())
 
 
 NOTES = """
