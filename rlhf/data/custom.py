@@ -102,6 +102,9 @@ def _record(where: str, spec: str, function: Callable[..., Any], argument: Any) 
             f"{where}: {CUSTOM_CLS}={spec} returned {type(made).__name__}, not a dict of columns. Return the row."
         )
     try:
+        for name in made:
+            if not isinstance(name, str):
+                raise _ForeignValueError(f"a column whose name is not a text, {name!r}")
         return _plain(made)
     except (_ForeignValueError, RecursionError) as error:
         what = str(error) if isinstance(error, _ForeignValueError) else "a list or dict that contains itself"

@@ -457,3 +457,18 @@ def test_bad_reasoning_gym_settings(tokenizer, gym, parts):
 def test_reasoning_gym_without_training_problems_left(tokenizer):
     gym = ReasoningGymConfig("coin_flip", {"min_trials": 1, "max_trials": 1}, train_size=3, val_size=500)
     fails(config_of(gym=gym), tokenizer, "data.reasoning_gym.val_size=500", "cover all 3", checked=False)
+
+
+@pytest.mark.parametrize("column", ["answer", "other", "prompt"])
+@pytest.mark.parametrize("levels", [201, 600, 900])
+def test_deep_rows_are_rejected_before_anything_loads(column, levels, tmp_path):
+    """Such a row reached the first call of a reward function, which recursed too deeply at each restart."""
+    row = json.dumps(PLAIN | {column: 0}).replace(": 0", f": {'[' * levels}{']' * levels}")
+    config = config_of(jsonl(tmp_path / "t.jsonl", PLAIN, row), function="math_verify")
+    says(user_error(check_sources, config.data, config.reward, 1), "t.jsonl line 2", f"column '{column}' has over 200")
+
+
+def test_rows_of_many_levels_are_read(tmp_path):
+    row = json.dumps(PLAIN | {"extra_info": {"deep": 0}}).replace(": 0", f": {'[' * 199}{']' * 199}")
+    config = config_of(jsonl(tmp_path / "t.jsonl", row))
+    assert check_sources(config.data, config.reward, 1) is not None

@@ -59,6 +59,11 @@ class Plain:
 
 def odd(row):
     made = {"object": object(), "key": {(1, 2): 3}, "set": {1, 2}, "numbers": {np.int64(1): np.float32(0.5)}}
+    if row["odd"] == "name":
+        return {0: "x", "question": "1"}
+    made["deep"] = [[]]
+    for _ in range(250):
+        made["deep"] = [made["deep"]]
     made["itself"] = [1]
     made["itself"].append(made["itself"])
     return {"prompt": "x", "answer": "1", "extra_info": {"odd": made[row["odd"]]}}
@@ -151,11 +156,16 @@ def test_errors_of_the_code_name_file_row_and_exception(own, tmp_path):
         ("key", "a key of type tuple"),
         ("set", "a value of type set"),
         ("itself", "a list or dict that contains itself"),
+        ("name", "a column whose name is not a text, 0"),
     ],
 )
 def test_values_that_differ_in_the_next_process_are_rejected(own, odd, what):
     """Such a run trained and saved, and no later command could resume it; a key ended all attempts."""
     says(user_error(build, own("odd", {"odd": odd})), "t.jsonl line 1", "rows.py:odd", what)
+
+
+def test_deep_rows_of_the_code_are_rejected(own):
+    says(user_error(build, own("odd", {"odd": "deep"})), "t.jsonl line 1", "column 'extra_info' has over 200 levels")
 
 
 def test_numbers_of_numpy_become_numbers(own):
