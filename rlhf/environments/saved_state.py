@@ -14,6 +14,8 @@ from rlhf import typed_json
 TUPLE, RANDOM = "__tuple__", "__random__"
 MOST_BYTES = 1 << 20
 """Largest size of saved attributes, because each reply carries them, and of a `state_dict`'s result."""
+_LONGEST_INT = 10_000
+"""Bits of the largest integer to save. Python writes no integer of more than 4,300 digits as text."""
 _HEAP_TYPE = 1 << 9
 """CPython's flag of classes that Python code defines. Other classes may store values outside of `__dict__`."""
 
@@ -49,7 +51,7 @@ def saved(environment: Any, *, attributes: bool = True) -> dict[str, Any] | None
         return None
     try:
         return {"attributes": _Encoder().encoded(vars(environment))}
-    except _NotPlainError:
+    except (_NotPlainError, RecursionError):  # nested too deep
         return None
 
 
@@ -86,6 +88,8 @@ class _Encoder:
         kind = type(value)
         self._left -= 1 + (len(value) if kind is str else 0)
         if self._left < 0:
+            raise _NotPlainError
+        if kind is int and value.bit_length() > _LONGEST_INT:
             raise _NotPlainError
         if value is None or kind in (bool, int, float, str):
             return value

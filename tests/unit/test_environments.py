@@ -408,6 +408,12 @@ def test_large_attributes_are_no_state_and_a_large_state_dict_is_named():
     assert saved(one) is not None
     one.words = ["word"] * (MOST_BYTES // 4)
     assert saved(one) is None
+    one.words = 10**5000
+    assert saved(one) is None
+    one.words = []
+    for _ in range(5000):
+        one.words = [one.words]
+    assert saved(one) is None
     with pytest.raises(TypeError, match=r"state_dict returned \d+ bytes"):
         saved(Owner())
 
