@@ -17,6 +17,7 @@ from rlhf.environments.sessions import Call, Reply, Session
 from rlhf.errors import UserError
 from rlhf.rollout import Request, Sample, SamplingParams
 from rlhf.rollout.sample import ROW, FinishReason
+from rlhf.rollout.sampling_mask import SamplingMask, joined_masks, mask_part
 
 LONGEST_TOKEN = 1024
 """Upper bound of the characters that one token stands for."""
@@ -91,6 +92,7 @@ class Episode:
         self.conversation: list[dict[str, Any]] = []
         self.rewards: list[float] = []
         self._log_probs: list[np.ndarray] = []
+        self._masks: list[tuple[SamplingMask | None, int]] = []
         self._versions: list[tuple[int, int]] = []
         self._observations: list[tuple[int, int]] = []
         self._forks: list[tuple[int, int]] = []
@@ -148,6 +150,7 @@ class Episode:
         before = len(self.response)
         self.response += sampled
         self._log_probs.append(made.log_probs)
+        self._masks.append((made.sampling_mask, len(sampled)))
         self._versions += [(version, before + end) for version, end in made.versions]
         self.turn += 1
         turn = self._chat.parse(sampled)
@@ -303,6 +306,7 @@ class Episode:
         self.response += tokens
         self._observations.append((start, len(self.response)))
         self._log_probs.append(np.zeros(len(tokens), np.float32))
+        self._masks.append((None, len(tokens)))
         self._versions[-1] = self._versions[-1][0], len(self.response)
         self.phase = Stage.POLICY
 
@@ -355,14 +359,15 @@ class Episode:
         ids, log_probs = np.array(self.response, np.int32), np.concatenate(self._log_probs)
         spans = tuple(self._observations)
         versions, forks = _merged(self._versions), tuple(self._forks)
-        return Sample(self.uid, self.sample, ids, log_probs, reason, versions, spans, forks)
+        return Sample(self.uid, self.sample, ids, log_probs, reason, versions, spans, forks, joined_masks(self._masks))
 
 
 def new_part(sample: Sample, start: int) -> Sample:
     """Return the sample without its first `start` tokens, which belong to earlier turns."""
     versions = tuple((version, end - start) for version, end in sample.versions if end > start)
     ids, log_probs = sample.token_ids[start:], sample.log_probs[start:]
-    return Sample(sample.uid, sample.sample, ids, log_probs, sample.finish_reason, versions)
+    mask = mask_part(sample.sampling_mask, start, len(sample))
+    return Sample(sample.uid, sample.sample, ids, log_probs, sample.finish_reason, versions, sampling_mask=mask)
 
 
 def with_head(sample: Sample, head: Sequence[int]) -> Sample:
@@ -377,6 +382,7 @@ def with_head(sample: Sample, head: Sequence[int]) -> Sample:
         versions=tuple((version, end + n) for version, end in sample.versions),
         observations=((0, n), *((start + n, end + n) for start, end in sample.observations)),
         forks=tuple((start + n, prompt) for start, prompt in sample.forks),
+        sampling_mask=joined_masks([(None, n), (sample.sampling_mask, len(sample))]),
     )
 
 

@@ -131,7 +131,8 @@ class Generation:
 
     def _params(self) -> list[SamplingParams]:
         """Return the parameters of a prompt's samples: `n` random ones, then a greedy one if enabled."""
-        return [self.params] * self.n + [replace(self.params, temperature=0.0)] * self.greedy_baseline
+        greedy = replace(self.params, temperature=0.0, sampling_mask=False)
+        return [self.params] * self.n + [greedy] * self.greedy_baseline
 
     def requests(self, drawn: Sequence[DrawnPrompt]) -> list[Request]:
         """Return the engine's requests: each prompt's random samples, then its greedy sample if enabled."""

@@ -14,7 +14,8 @@ from rlhf.models.packing import cache_argument
 from rlhf.rollout.engine import Completion, Listener, Request, siblings
 from rlhf.rollout.kv_cache import RowCache
 from rlhf.rollout.sample import FinishReason, Sample
-from rlhf.rollout.sampling import fold, row_keys, sample
+from rlhf.rollout.sampling import fold, row_keys, sample, sample_with_mask
+from rlhf.rollout.sampling_mask import SamplingMask
 from rlhf.rollout.stop_strings import StopStrings
 
 # Admit waiting samples when 1 in REFILL_SHARE rows is free. Admitting samples one by one would cost more passes.
@@ -29,7 +30,7 @@ class Decoding:
     """State of one `generate` call over requests with equal `params`. Siblings share the prefill of their prompt.
 
     The host keeps a copy of the state that its decisions need, and reads each row's newest token. So host and device
-    synchronize once per token, or twice with top-k.
+    synchronize once per token, once more with top-k, and once more with sampling masks.
     """
 
     def __init__(
@@ -76,6 +77,8 @@ class Decoding:
         self.starts = np.array([request.start for request in requests])
         self.tokens = np.zeros((self.total, params.max_tokens), dtype=np.int32)
         self.log_probs = torch.zeros(self.total, params.max_tokens, dtype=torch.float32, device=self.device)
+        # [total, max_tokens, K] int32: `sample_with_mask`'s tokens. None before the first token, and without masks.
+        self.kept: np.ndarray | None = None
         # [rows, vocab] bool: tokens in each row's prompt and response so far. None without a repetition penalty.
         self.seen: Tensor | None = None
         self.counts = self.starts.copy()
@@ -105,7 +108,13 @@ class Decoding:
         # `answered` copies the tokens: a view would keep the padding of all rows in memory.
         new = [slice(start, end) for start, end in zip(self.starts.tolist(), self.counts.tolist(), strict=True)]
         return [
-            request.answered(self.tokens[row, new[row]], log_probs[row, new[row]], self.reasons[row], version)
+            request.answered(
+                self.tokens[row, new[row]],
+                log_probs[row, new[row]],
+                self.reasons[row],
+                version,
+                self._sampling_mask(row, new[row]),
+            )
             for row, request in enumerate(self.requests)
         ]
 
@@ -192,7 +201,11 @@ class Decoding:
         state = self.state[:, first : self.cache.span.rows]
         position = self.time - state[BIRTH]
         seen = None if self.seen is None else self.seen[first : self.cache.span.rows]
-        tokens, log_probs = sample(logits, fold(state[KEY], position), self.params, seen)
+        kept, keys = None, fold(state[KEY], position)
+        if self.params.sampling_mask:
+            tokens, log_probs, kept = sample_with_mask(logits, keys, self.params)
+        else:
+            tokens, log_probs = sample(logits, keys, self.params, seen)
         if seen is not None:
             seen[torch.arange(len(tokens), device=self.device), tokens] = True
         state[TOKEN] = tokens
@@ -200,6 +213,11 @@ class Decoding:
         samples, _, birth = self.host[:, first : self.cache.span.rows]
         counts, newest = self.time - birth + 1, tokens.cpu().numpy()
         self.tokens[samples, counts - 1] = newest
+        if kept is not None:
+            if self.kept is None:
+                # Of empty memory, the machine provides only the pages that are written to.
+                self.kept = np.empty((*self.tokens.shape, kept.shape[1]), np.int32)
+            self.kept[samples, counts - 1] = kept.cpu().numpy()
         stopped = (newest[:, None] == self.eos).any(axis=1)
         if self.params.stop:
             stopped |= [self._stops(sample, count) for sample, count in zip(samples, counts, strict=True)]
@@ -218,7 +236,16 @@ class Decoding:
         """Return a complete sample before the others are complete."""
         new = slice(self.starts[sample], self.counts[sample])
         log_probs = self.log_probs[sample, new].cpu().numpy()
-        return self.requests[sample].answered(self.tokens[sample, new], log_probs, self.reasons[sample], self.version)
+        return self.requests[sample].answered(
+            self.tokens[sample, new],
+            log_probs,
+            self.reasons[sample],
+            self.version,
+            self._sampling_mask(sample, new),
+        )
+
+    def _sampling_mask(self, sample: int, new: slice) -> SamplingMask | None:
+        return None if self.kept is None else SamplingMask.of_rows(self.kept[sample, new])
 
     def _stops(self, sample: int, count: int) -> bool:
         """Return whether a stop string ends a response of `count` tokens."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from rlhf.rollout.sample import FinishReason, Sample
+from rlhf.rollout.sampling_mask import SamplingMask
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +31,7 @@ class SamplingParams:
     ignore_eos: bool = False
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    sampling_mask: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,10 @@ class Request:
         log_probs: Sequence[float] | np.ndarray,
         finish_reason: FinishReason,
         version: int,
+        sampling_mask: SamplingMask | None = None,
     ) -> Sample:
         """Return the sample: the response so far, and the new tokens of the policy after `version` steps."""
-        return self.so_far.extended(token_ids, log_probs, finish_reason, version)
+        return self.so_far.extended(token_ids, log_probs, finish_reason, version, sampling_mask)
 
     @property
     def so_far(self) -> Sample:

@@ -6,6 +6,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from rlhf.rollout.sampling_mask import SamplingMask, joined_masks, mask_part
+
 FinishReason = Literal["stop", "length", "partial", "failed"]
 Spans = tuple[tuple[int, int], ...]
 ROW = 1 << 32
@@ -42,6 +44,8 @@ class Sample:
     forks: Spans = ()
     """Pairs (start, prompt) in order. An agent rewrote its history at each `start`: there a new row begins, whose model
     passes see no earlier token. The row's first `prompt` tokens are its prompt."""
+    sampling_mask: SamplingMask | None = None
+    """The tokens among which each token was sampled; None if no token was sampled with `rollout.sampling_mask`."""
 
     def __post_init__(self) -> None:
         types = self.token_ids.dtype, self.log_probs.dtype
@@ -56,6 +60,8 @@ class Sample:
         bounds = [0, *(bound for start, prompt in self.forks for bound in (start, start + prompt)), len(self)]
         if self.forks and bounds != sorted(set(bounds)):
             raise ValueError(f"forks {self.forks} are not rows of {len(self)} tokens in order")
+        if self.sampling_mask is not None and len(self.sampling_mask.counts) != len(self):
+            raise ValueError(f"{len(self.sampling_mask.counts)} sampling masks for {len(self)} tokens")
 
     @classmethod
     def of(
@@ -78,8 +84,12 @@ class Sample:
         log_probs: Sequence[float] | np.ndarray,
         finish_reason: FinishReason,
         version: int,
+        sampling_mask: SamplingMask | None = None,
     ) -> "Sample":
-        """Return the sample with further tokens, which the policy drew after `version` steps."""
+        """Return the sample with further tokens, which the policy drew after `version` steps.
+
+        `sampling_mask` is that of the further tokens.
+        """
         new = Sample.of(self.uid, self.sample, token_ids, log_probs, finish_reason, version)
         total = len(self) + len(new)
         runs = [run for run in self.versions if run[1]]
@@ -91,6 +101,7 @@ class Sample:
             log_probs=np.concatenate([self.log_probs, new.log_probs]),
             versions=(*runs, (version, total)),
             observations=self.observations,
+            sampling_mask=joined_masks([(self.sampling_mask, len(self)), (sampling_mask, len(new))]),
         )
 
     def __len__(self) -> int:
@@ -140,6 +151,7 @@ class Sample:
             self.finish_reason,
             tuple(runs),
             tuple((first, last) for first, last in spans if first < last),
+            sampling_mask=mask_part(self.sampling_mask, start, end),
         )
 
     def mask(self) -> np.ndarray:
@@ -150,7 +162,8 @@ class Sample:
         return mask
 
     def _facts(self) -> tuple[object, ...]:
-        arrays = self.token_ids.tobytes(), self.log_probs.tobytes()
+        mask = () if self.sampling_mask is None else (self.sampling_mask.counts, self.sampling_mask.token_ids)
+        arrays = [array.tobytes() for array in (self.token_ids, self.log_probs, *mask)]
         return self.uid, self.sample, *arrays, self.finish_reason, self.versions, self.observations, self.forks
 
 

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import numpy as np
 
 from rlhf.rollout.sample import FinishReason, Sample, as_spans
+from rlhf.rollout.sampling_mask import SamplingMask, joined_masks
 
 REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 FIELDS = 6
@@ -25,7 +26,8 @@ def to_arrays(samples: Sequence[Sample]) -> Arrays:
 
     `token_ids` (int32) and `log_probs` (float32) are concatenated over the samples. `rows` (FIELDS numbers per sample),
     `versions` and `observations` (pairs) are flattened int64. If any sample has `Sample.forks`, `forks` are
-    flattened int64 triples: index of the sample, start and prompt of the fork.
+    flattened int64 triples: index of the sample, start and prompt of the fork. If any sample has a sampling mask,
+    `mask_counts` and `mask_token_ids` (int32) are concatenated over the samples.
     """
     rows = [
         (s.uid, s.sample, len(s), REASONS.index(s.finish_reason), len(s.versions), len(s.observations)) for s in samples
@@ -38,11 +40,15 @@ def to_arrays(samples: Sequence[Sample]) -> Arrays:
         "versions": np.array([run for sample in samples for run in sample.versions], "<i8").reshape(-1),
         "observations": np.array([span for sample in samples for span in sample.observations], "<i8").reshape(-1),
     }
-    return arrays | ({"forks": np.array(forks, "<i8").reshape(-1)} if forks else {})
+    if forks:
+        arrays["forks"] = np.array(forks, "<i8").reshape(-1)
+    if (mask := joined_masks([(sample.sampling_mask, len(sample)) for sample in samples])) is not None:
+        arrays |= {"mask_counts": mask.counts.astype("<i4"), "mask_token_ids": mask.token_ids.astype("<i4")}
+    return arrays
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray]) -> list[Sample]:
-    """Return the samples that `to_arrays` encoded, with token ids and log-probs as views of `arrays`.
+    """Return the samples that `to_arrays` encoded, with token ids, log-probs and masks as views of `arrays`.
 
     Raises:
         ValueError: the lengths of the arrays contradict their rows.
@@ -54,19 +60,30 @@ def from_arrays(arrays: Mapping[str, np.ndarray]) -> list[Sample]:
     runs, spans = (iter(arrays[name].reshape(-1, 2).tolist()) for name in ("versions", "observations"))
     rows = arrays["rows"].reshape(-1, FIELDS).tolist()
     token_ids, log_probs = (split(arrays[name], [row[2] for row in rows]) for name in ("token_ids", "log_probs"))
+    masks = _masks(arrays, [row[2] for row in rows])
     samples = []
-    for i, (row, ids, own) in enumerate(zip(rows, token_ids, log_probs, strict=True)):
+    for i, (row, ids, own, mask) in enumerate(zip(rows, token_ids, log_probs, masks, strict=True)):
         uid, number, _, reason, of_runs, of_spans = row
         versions, observations = as_spans(islice(runs, of_runs)), as_spans(islice(spans, of_spans))
         own_forks = as_spans(forks.get(i, ()))
-        samples.append(Sample(uid, number, ids, own, REASONS[reason], versions, observations, own_forks))
+        samples.append(Sample(uid, number, ids, own, REASONS[reason], versions, observations, own_forks, mask))
     return samples
+
+
+def _masks(arrays: Mapping[str, np.ndarray], lengths: Sequence[int]) -> list[SamplingMask | None]:
+    if "mask_counts" not in arrays:
+        return [None] * len(lengths)
+    counts = list(split(arrays["mask_counts"], lengths))
+    token_ids = split(arrays["mask_token_ids"], [int(of_sample.sum()) for of_sample in counts])
+    return [SamplingMask.of(*of_sample) for of_sample in zip(counts, token_ids, strict=True)]
 
 
 def _check_lengths(arrays: Mapping[str, np.ndarray]) -> None:
     counts = arrays["rows"].reshape(-1, FIELDS)[:, [2, 4, 5]]
     tokens, runs, spans = counts.sum(axis=0).tolist()
     expected = {"token_ids": tokens, "log_probs": tokens, "versions": 2 * runs, "observations": 2 * spans}
+    if "mask_counts" in arrays:
+        expected |= {"mask_counts": tokens, "mask_token_ids": int(arrays["mask_counts"].sum())}
     found = {name: arrays[name].size for name in expected}
     if found != expected or counts.min(initial=0) < 0:
         raise ValueError(f"arrays of samples have {found} numbers; their rows need {expected}")

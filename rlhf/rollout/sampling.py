@@ -122,12 +122,29 @@ def sample(logits: Tensor, keys: Tensor, params: SamplingParams, seen: Tensor | 
         Greedy tokens have the log-prob of the plain softmax at temperature 1 (after the penalty).
     """
     logits = logits.float()
-    vocab = logits.shape[-1]
     if seen is not None:
         logits = penalized(logits, seen, params.repetition_penalty)
     if params.temperature == 0:
         tokens = logits.argmax(dim=-1, keepdim=True)
         return tokens[:, 0], (logits.gather(1, tokens)[:, 0] - logits.logsumexp(dim=-1))
+    return _draw(*_truncated(logits, params), keys)
+
+
+def sample_with_mask(logits: Tensor, keys: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw one token for each row at a temperature above 0, and return the tokens among which it was drawn.
+
+    Returns:
+        tokens and log-probs as `sample`, and the ids of the tokens that `min_p`, `top_k` and `top_p` kept, [rows, K]
+        int32 with K = min(top_k, vocab), padded with -1.
+    """
+    logits, candidates = _truncated(logits.float(), params)
+    kept = torch.where(logits.isneginf(), -1, candidates).int()
+    return *_draw(logits, candidates, keys), kept
+
+
+def _truncated(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """Return logits [rows, K] divided by the temperature, -inf for excluded tokens, and token ids [rows or 1, K]."""
+    vocab = logits.shape[-1]
     if params.temperature != 1:
         logits = logits / params.temperature
     unlikely = _unlikely(logits, params.min_p) if params.min_p > 0 else None
@@ -144,6 +161,11 @@ def sample(logits: Tensor, keys: Tensor, params: SamplingParams, seen: Tensor | 
             # Use integers: their sum is exact in any order, and CUDA has no deterministic cumsum of floats.
             probs = (logits.double().softmax(dim=-1) * 2.0**52).long()
             logits = logits.masked_fill(probs.cumsum(dim=-1) - probs >= params.top_p * 2.0**52, -torch.inf)
+    return logits, candidates
+
+
+def _draw(logits: Tensor, candidates: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one of the `candidates` [rows or 1, K] for each row, and return its id and log-prob, [rows] each."""
     log_probs = logits.log_softmax(dim=-1)
     rows = max(1, _CHUNK_ELEMENTS.get(logits.device.type, 1 << 20) // log_probs.shape[-1])
     chosen = torch.cat(

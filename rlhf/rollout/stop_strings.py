@@ -7,6 +7,7 @@ import numpy as np
 
 from rlhf.rollout.engine import Request
 from rlhf.rollout.sample import Sample
+from rlhf.rollout.sampling_mask import mask_part
 
 
 class StopStrings:
@@ -40,5 +41,6 @@ def cut_at_seam(sample: Sample, request: Request, tokenizer: Any) -> Sample:
     for end in range(request.start + 1, min(len(sample), request.start + stop_strings.window) + 1):
         if stop_strings.end_in(sample.token_ids[request.turn_start : end]):
             new = slice(request.start, end)
-            return request.answered(sample.token_ids[new], sample.log_probs[new], "stop", sample.versions[-1][0])
+            mask, version = mask_part(sample.sampling_mask, request.start, end), sample.versions[-1][0]
+            return request.answered(sample.token_ids[new], sample.log_probs[new], "stop", version, mask)
     return sample
