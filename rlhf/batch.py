@@ -37,6 +37,9 @@ class Batch:
     staleness: Tensor | None = None
     """[N, R] int32: steps from the policy that drew each token to the policy before this update, 0 on padding; None if
     all are 0 on all ranks. The tokens of one response may differ (partial rollouts)."""
+    sampling_mask: Tensor | None = None
+    """[N, R, K] int32: ids of the tokens among which each token was sampled, padded with -1 (`SamplingMask`). Log-probs
+    are renormalized over them; only -1 stands for the whole vocabulary. None if no rank's samples have masks."""
 
     @property
     def counted(self) -> Tensor:
@@ -70,7 +73,7 @@ class Batch:
         picked = {name: value[here] for name, value in self.present().items()}
         length, response = (int(each.max(initial=0)) for each in (sizes[0] + sizes[1], sizes[1]))
         for name, value in picked.items():
-            if value.dim() == 2:
+            if value.dim() > 1:
                 picked[name] = value[:, : length if name == "input_ids" else response]
         selected = replace(self, **picked)
         selected.sizes = sizes
@@ -84,7 +87,8 @@ class Batch:
         """
         if rows:
             return self.select(torch.tensor(rows))
-        empty = {name: value.new_zeros((1, 0) if value.dim() == 2 else 1) for name, value in self.present().items()}
+        present = self.present().items()
+        empty = {name: value.new_zeros((1, 0, *value.shape[2:])[: value.dim()]) for name, value in present}
         one = {"input_ids": self.input_ids.new_zeros(1, 1), "prompt_lengths": self.prompt_lengths.new_ones(1)}
         return replace(self, **empty | one)
 

@@ -22,6 +22,7 @@ def token_log_probs(
     bias: Tensor | None = None,
     finish: Finish | None = None,
     with_entropy: bool,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-prob of each label and the entropy of its distribution, [M] each, float32 or wider.
 
@@ -37,8 +38,10 @@ def token_log_probs(
         weight: [V, H] of the head, with its `bias` [V].
         finish: computes the logits [m, V] from hidden @ weight^T + bias, for example by soft-capping; None if this
             sum already is the logits.
+        kept: [M, K] integers, ids padded with -1: renormalize each row's distribution over these tokens, among which is
+            the label. The others then have the probability 0. A row of only -1 keeps the whole vocabulary.
     """
-    log_probs, entropy = _TokenLogProbs.apply(hidden, weight, bias, labels, temperature, finish, with_entropy)
+    log_probs, entropy = _TokenLogProbs.apply(hidden, weight, bias, labels, temperature, finish, with_entropy, kept)
     return log_probs, entropy
 
 
@@ -55,6 +58,7 @@ class _TokenLogProbs(torch.autograd.Function):
         temperature: float,
         finish: Finish | None,
         with_entropy: bool,
+        kept: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         log_probs = hidden.new_empty(labels.shape, dtype=wide)
@@ -63,6 +67,7 @@ class _TokenLogProbs(torch.autograd.Function):
         for rows in _chunks(hidden, weight):
             product = _product(hidden[rows], weight, bias)
             scaled = _scaled(product if finish is None else finish(product), temperature, wide)
+            _exclude(scaled, labels[rows], kept, rows)
             of_label = scaled.gather(1, labels[rows, None])[:, 0]
             top = scaled.amax(dim=1)
             below = scaled.sub_(top[:, None])
@@ -76,7 +81,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 mean = unnormalized.mul_(below.clamp_(min=torch.finfo(wide).min)).sum(dim=1).div_(total)
                 entropy[rows] = total.log_().sub_(mean)
             log_probs[rows] = of_label - normalizer[rows]
-        ctx.save_for_backward(hidden, weight, bias, labels, normalizer, entropy)
+        ctx.save_for_backward(hidden, weight, bias, labels, normalizer, entropy, kept)
         ctx.temperature, ctx.finish = temperature, finish
         ctx.set_materialize_grads(False)
         return log_probs, entropy
@@ -84,7 +89,7 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, normalizer, entropy = ctx.saved_tensors
+        hidden, weight, bias, labels, normalizer, entropy, kept = ctx.saved_tensors
         of_log_probs, of_entropy = gradients
         if of_log_probs is None:
             of_log_probs = torch.zeros_like(normalizer)
@@ -97,6 +102,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 with torch.enable_grad():
                     logits = ctx.finish(product.requires_grad_())
             log_p = _scaled(logits.detach(), ctx.temperature, normalizer.dtype).sub_(normalizer[rows, None])
+            _exclude(log_p, labels[rows], kept, rows)
             # d log p_label / d logit_v = ([v = label] - p_v) / T;  d entropy / d logit_v = -p_v (log p_v + entropy) / T
             of_label = of_log_probs[rows, None] / ctx.temperature
             factor = -of_label
@@ -113,7 +119,7 @@ class _TokenLogProbs(torch.autograd.Function):
             if of_bias is not None:
                 of_bias.add(gradient)
         sums = [None if total is None else total.result() for total in (of_weight, of_bias)]
-        return of_hidden, *sums, None, None, None, None
+        return of_hidden, *sums, None, None, None, None, None
 
 
 def _chunks(hidden: Tensor, weight: Tensor | None) -> Iterator[slice]:
@@ -130,6 +136,16 @@ def _product(part: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor
 def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
     """Return the logits divided by the temperature in `dtype`, always as a new tensor."""
     return torch.div(logits, temperature) if logits.dtype == dtype else logits.to(dtype).div_(temperature)
+
+
+def _exclude(scaled: Tensor, labels: Tensor, kept: Tensor | None, rows: slice) -> None:
+    """Set the logits `scaled` [m, V] to -inf outside the tokens `kept` [M, K] of the `rows`, in place."""
+    if kept is None:
+        return
+    ids = kept[rows].long()
+    excluded = (ids >= 0).any(dim=1, keepdim=True).repeat(1, scaled.shape[1])
+    excluded.scatter_(1, torch.where(ids < 0, labels[:, None], ids), False)
+    scaled.masked_fill_(excluded, -torch.inf)
 
 
 class _Sum:

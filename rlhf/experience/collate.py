@@ -58,3 +58,23 @@ def collate(groups: Sequence[Group], pad_id: int, version: int, device: torch.de
         numbers=tensor([row.response.sample for row in rows], torch.int64),
         staleness=torch.from_numpy(staleness).to(device),
     )
+
+
+def mask_width(groups: Sequence[Group]) -> int:
+    """Return the largest number of tokens that any sampling mask keeps; 0 without sampling masks."""
+    masks = [sample.sampling_mask for group in groups for sample in group.samples]
+    return max((mask.width for mask in masks if mask is not None), default=0)
+
+
+def collate_masks(groups: Sequence[Group], width: int, batch: RolloutBatch) -> Tensor | None:
+    """Return `RolloutBatch.sampling_mask`, [N, R, width] int32, of the `batch` of `groups`; None if `width` is 0.
+
+    `width` is the largest `mask_width` of all ranks, because ranks exchange rows of their batches.
+    """
+    if not width:
+        return None
+    masks = np.full((*batch.response_mask.shape, width), -1, np.int32)
+    for row, (_, sample) in enumerate(row for group in groups for row in group.rows):
+        if sample.sampling_mask is not None:
+            masks[row, : len(sample)] = sample.sampling_mask.rows(width)
+    return torch.from_numpy(masks).to(batch.input_ids.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 from rlhf.batch import RolloutBatch, TokenCounts
 from rlhf.config import DataConfig, FilterGroupsConfig, RewardConfig
 from rlhf.config.derived import needs_reward_model, prompts_per_generation
-from rlhf.experience.collate import collate
+from rlhf.experience.collate import collate, collate_masks, mask_width
 from rlhf.experience.dynamic_sampling import DynamicSampling, PlainSampling
 from rlhf.experience.generation import Generation
 from rlhf.experience.groups import Group, from_tensors, to_tensors
@@ -109,11 +109,12 @@ class Collector:
         if not needs_reward_model(self.reward):  # with a reward model, the seconds include waits for other ranks
             own_seconds += stats.reward_seconds
         is_stale = any(group.version < step - 1 for group in groups)
-        gathered = self.coordinator.all_gather((own_seconds, is_stale, memory_use(self.device)))
-        seconds, stale, memory = zip(*gathered, strict=True)
+        gathered = self.coordinator.all_gather((own_seconds, is_stale, memory_use(self.device), mask_width(groups)))
+        seconds, stale, memory, widths = zip(*gathered, strict=True)
         metrics |= slowest(seconds) | largest(memory) | sampler.metrics()
         if not any(stale):
             batch.staleness = None
+        batch.sampling_mask = collate_masks(groups, max(widths), batch)
         log_timeouts(f"Step {step}", stats.slow, self.coordinator)
         epochs = self._source.epochs()
         metrics["data/epoch"] = int(epochs)

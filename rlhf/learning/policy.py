@@ -43,10 +43,12 @@ def response_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probs of the response tokens, and entropies if `with_entropy`, [N, R] float32 each. Collective.
 
-    Both are zero outside `response_mask`, and have gradients if autograd is enabled. `model` is a model from
-    `with_log_probs`, or a training engine around one.
+    Both are zero outside `response_mask`, and have gradients if autograd is enabled. With `sampling_mask`, both are of
+    the policy renormalized over the kept tokens. `model` is a model from `with_log_probs`, or a training engine around
+    one.
     """
     tokens = PredictedTokens.of(model, batch)
-    targets = Targets(tokens.positions, tokens.labels, temperature, with_entropy)
+    kept = None if batch.sampling_mask is None else batch.sampling_mask[tokens.places]
+    targets = Targets(tokens.positions, tokens.labels, temperature, with_entropy, kept)
     log_probs, entropy = model(**tokens.inputs, targets=targets)
     return tokens.in_rows(log_probs), None if entropy is None else tokens.in_rows(entropy)

@@ -51,7 +51,7 @@ class SampleRoute:
         return self._moved(values[:, None], torch.ones_like(self._lengths))[:, 0]
 
     def of_tokens(self, values: Tensor) -> Tensor:
-        """Move values of response tokens, [N, R] to [M, R'], zero on padding. No bit changes. Collective."""
+        """Move values of response tokens, [N, R, ...] to [M, R', ...], zero on padding. No bit changes. Collective."""
         return self._moved(values, self._lengths)
 
     def of_sequences(self, ids: Tensor, prompts: Tensor) -> Tensor:
@@ -70,7 +70,8 @@ class SampleRoute:
             self._totals(sent, [self._targets[i][0] for i in self._sent]),
             self._totals(received, [self._sources[i][0] for i in self._received]),
         )
-        result = values.new_zeros(len(received), int(received.max()) if len(received) else 0)
+        width = int(received.max()) if len(received) else 0
+        result = values.new_zeros(len(received), width, *values.shape[2:])
         result[_inside(received, result.shape[1]).to(device)] = entries
         places = torch.tensor([self._targets[i][1] for i in self._received], dtype=torch.int64)
         return result[places.argsort().to(device)]
@@ -192,7 +193,7 @@ def _samples(numbers: Sequence[int]) -> list[range]:
 def _moved(tensors: dict[str, Tensor], route: SampleRoute, prompts: Tensor) -> dict[str, Tensor]:
     """Move the `tensors` of a batch by `route`. `prompts` are the lengths of all prompts. Collective."""
     ids = route.of_sequences(tensors.pop("input_ids"), prompts)
-    moved = {name: route.of_tokens(v) if v.dim() == 2 else route.of_samples(v) for name, v in tensors.items()}
+    moved = {name: route.of_tokens(v) if v.dim() > 1 else route.of_samples(v) for name, v in tensors.items()}
     return moved | {"input_ids": ids}
 
 

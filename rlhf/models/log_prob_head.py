@@ -20,6 +20,7 @@ class Targets:
     labels: Tensor  # [M] int64: token ids
     temperature: float
     with_entropy: bool
+    kept: Tensor | None = None  # [M, K] int32: see `token_log_probs`
 
 
 class LogProbHead(nn.Linear):
@@ -30,7 +31,8 @@ class LogProbHead(nn.Linear):
     def forward(self, hidden: Tensor, *, targets: Targets | None = None, finish: Finish | None = None) -> Any:
         if targets is None:
             return super().forward(hidden)
-        if self.use_liger and finish is None and not targets.with_entropy and len(hidden):
+        liger = self.use_liger and finish is None and not targets.with_entropy and targets.kept is None
+        if liger and len(hidden):
             return liger_log_probs(hidden, targets.labels, targets.temperature, self.weight, self.bias), None
         return token_log_probs(
             hidden,
@@ -40,6 +42,7 @@ class LogProbHead(nn.Linear):
             bias=self.bias,
             finish=finish,
             with_entropy=targets.with_entropy,
+            kept=targets.kept,
         )
 
 
@@ -58,7 +61,9 @@ class LogProbModel(nn.Module):
             return super().forward(*args, **inputs)
         if self.whole_logits is not None:
             logits = super().forward(*args, **inputs).logits.flatten(0, 1)[targets.index]
-            return token_log_probs(logits, targets.labels, targets.temperature, with_entropy=targets.with_entropy)
+            return token_log_probs(
+                logits, targets.labels, targets.temperature, with_entropy=targets.with_entropy, kept=targets.kept
+            )
         hidden = self.get_submodule(self._parts.trunk)(*args, **inputs)[0].flatten(0, 1)[targets.index]
         return self.get_submodule(self._parts.head)(hidden, targets=targets, finish=self._parts.finish)
 

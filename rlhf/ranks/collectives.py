@@ -173,15 +173,15 @@ def any_rank(flag: bool, device: torch.device) -> bool:
 
 
 def all_to_all(flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    """Exchange entries of 1-D tensors between the data-parallel ranks, bit for bit. Collective.
+    """Exchange entries of tensors between the data-parallel ranks, bit for bit. Collective.
 
     Args:
-        flat: `sent[0]` entries for rank 0, then `sent[1]` entries for rank 1, and so on.
+        flat: `sent[0]` entries for rank 0, then `sent[1]` entries for rank 1, and so on, [sum(sent), ...].
         received: number of entries from each rank.
 
     Returns:
-        The received entries, [sum(received)], in the order of ranks.
+        The received entries, [sum(received), ...], in the order of ranks.
     """
-    result = flat.new_empty(sum(received))
+    result = flat.new_empty(sum(received), *flat.shape[1:])
     dist.all_to_all_single(result, flat, list(received), list(sent), group=dims.data().group)
     return result
