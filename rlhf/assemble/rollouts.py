@@ -225,4 +225,5 @@ def sampling_params(
         ignore_eos,
         section.min_p,
         section.repetition_penalty,
+        isinstance(section, RolloutConfig) and section.sampling_mask,  # nobody trains on evaluations
     )

@@ -79,6 +79,7 @@ MIGRATIONS: dict[str, tuple[Migration, ...]] = {
         Renamed("algorithm.filter_groups.max_staleness", "rollout.max_staleness", _at_least_async_steps),
         Restated("ref.fsdp_config.model_dtype", _null_for_float32),
         Restated("reward_model.fsdp_config.model_dtype", _null_for_float32),
+        Added("rollout.sampling_mask", False),
         Added("data.last_turn_as_answer", False),
         Added("data.custom_cls.path", None),
         Added("data.custom_cls.name", None),

@@ -17,6 +17,11 @@ def backend_problems(config: Config) -> Iterator[str]:
             "backend.use_liger=true: Liger's kernel cannot compute the entropy; set actor.calculate_entropy=false, "
             "actor.entropy_coeff=0 and actor.entropy_ctrl.type=fixed."
         )
+    if backend.use_liger and config.rollout.sampling_mask:
+        yield (
+            "backend.use_liger=true: Liger's kernel normalizes over the whole vocabulary; set backend.use_liger=false, "
+            "or rollout.sampling_mask=false."
+        )
     if config.trainer.tf32 and config.trainer.device == "cpu":
         yield "trainer.tf32=true: only GPUs have TF32, but trainer.device=cpu; set trainer.tf32=false."
     if backend.use_liger and config.trainer.device == "cpu":

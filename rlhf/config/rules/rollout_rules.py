@@ -43,6 +43,7 @@ RESERVED_VLLM_ARGUMENTS = (
     "middleware",
     "override_generation_config",
     "port",
+    "return_sampling_mask",
     "skip_tokenizer_init",
     "trust_remote_code",
     "weight_transfer_config",
@@ -94,6 +95,11 @@ def rollout_problems(config: Config) -> Iterator[str]:
         yield from _vllm(config)
     if r.name != "vllm":
         yield from without_effect(config, ["rollout.sleep_level"], "rollout=vllm", r.name)
+    if r.name == "vllm":
+        needed = "rollout=vllm_server or rollout=embedded"
+        yield from without_effect(config, ["rollout.sampling_mask"], needed, r.name, remedy="rollout=vllm_server")
+    elif r.sampling_mask:
+        yield from _sampling_mask(config)
     if r.async_steps:
         yield from _asynchronous(config)
     yield from _servers(config)
@@ -104,6 +110,35 @@ def missing_engine(config: Config) -> Iterator[str]:
     own = r.name == "vllm" or (r.name == "vllm_server" and not r.servers.urls)
     if own and (problem := installation_problem()):
         yield f"rollout={r.name}: {problem}"
+
+
+def _sampling_mask(config: Config) -> Iterator[str]:
+    r, shown = config.rollout, "rollout.sampling_mask=true"
+    if r.top_k <= 0 and r.top_p == 1 and r.min_p == 0:
+        yield f"{shown}: no sampling setting excludes tokens; set rollout.sampling_mask=false, or rollout.top_k=50."
+    elif r.top_k <= 0:
+        yield (
+            f"rollout.top_k={r.top_k}: {shown} stores up to rollout.top_k tokens with each sampled token, so it needs "
+            "a bound; set rollout.top_k=50, or rollout.sampling_mask=false."
+        )
+    elif r.n == 1 and (r.top_k == 1 or r.min_p == 1):
+        name, value = ("top_k", 1) if r.top_k == 1 else ("min_p", 1)
+        yield (
+            f"rollout.{name}={value}: with {shown} each mask has a single token, and nothing can be learned from its "
+            "probability, 1; set rollout.top_k=50 and rollout.min_p=0."
+        )
+    if r.repetition_penalty != 1:
+        yield (
+            f"rollout.repetition_penalty={r.repetition_penalty:g}: the update ignores it, so {shown} would not remove "
+            "the bias; set rollout.repetition_penalty=1, or rollout.sampling_mask=false."
+        )
+    if r.name == "vllm_server" and r.val_kwargs.temperature > 0 and r.val_kwargs.top_k <= 0:
+        yield (
+            f"rollout.val_kwargs.top_k={r.val_kwargs.top_k}: with {shown} vLLM's servers reject requests without "
+            "top_k; set rollout.val_kwargs.top_k=50, or rollout.val_kwargs.temperature=0."
+        )
+    if r.name == "vllm_server" and config.trainer.device == "cpu" and not r.servers.urls:
+        yield f"{shown}: vLLM returns sampling masks only on GPUs, but trainer.device=cpu; set rollout=embedded."
 
 
 def _asynchronous(config: Config) -> Iterator[str]:

@@ -66,6 +66,8 @@ class RolloutConfig:
     repetition_penalty: float = setting(1.0, ge=0.01, le=100.0)
     """Divides positive and multiplies negative logits of tokens already in the prompt or response; 1 has no effect;
     with more, the policy repeats itself less."""
+    sampling_mask: bool = setting(False)
+    """Compute log-probs over the tokens that `min_p`, `top_k` and `top_p` kept. Needs `top_k`."""
     stop: list[str] = setting([])
     """Strings that end a response; the response keeps the tokens of the string."""
     ignore_eos: bool = setting(False)

@@ -4,13 +4,16 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import aiohttp
+import numpy as np
 
 from rlhf.errors import UserError
 from rlhf.rollout.engine import Request
 from rlhf.rollout.sample import Sample
+from rlhf.rollout.sampling_mask import SamplingMask
 from rlhf.rollout.servers.dispatch import ServerLoad
 from rlhf.rollout.servers.secret import Secret
 from rlhf.rollout.stop_strings import cut_at_seam
@@ -54,6 +57,8 @@ class RequestSettings:
     """vLLM's `max_lora_rank` if the servers apply adapters to a base. Each request then names the adapters."""
     longest: int | None = None
     """Tokens of the longest prompt plus the longest response."""
+    sampling_mask: bool = False
+    """Whether the servers return sampling masks."""
 
 
 def open_session() -> aiohttp.ClientSession:
@@ -149,11 +154,15 @@ class ServerClient:
             UserError: the server rejects the request, as any other server would.
         """
         settings = self._settings
+        sampling = sampling_kwargs(request, 1, seed, settings.eos, settings.structured_outputs)
+        if settings.sampling_mask and request.params.temperature == 0:
+            # Such a server rejects greedy requests. With top_k=1, it draws the same token; its log-prob is then 0.
+            sampling |= {"temperature": 1.0, "top_k": 1}
         body = {
             "token_ids": request.context,
             **({"request_id": name} if name else {}),
             **({"model": label} if settings.adapter_rank else {}),
-            "sampling_params": sampling_kwargs(request, 1, seed, settings.eos, settings.structured_outputs),
+            "sampling_params": sampling,
         }
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         answer = await self._call("POST", "/inference/v1/generate", timeout, body)
@@ -237,8 +246,27 @@ def _sample(choice: dict[str, Any], request: Request, vocab_size: int, version: 
         if not isinstance(value, (int, float)) or not math.isfinite(value) or not LOWEST_LOG_PROB < value < ROUNDING:
             raise ServerFailure(f"no finite log-prob of token {token}: {_short(str(entry))}")
         log_probs.append(value)
-    sample = request.answered(token_ids, log_probs, "partial" if reason == "abort" else reason, version)
+    mask = _sampling_mask(choice.get("sampling_mask"), token_ids, vocab_size) if request.params.sampling_mask else None
+    sample = request.answered(token_ids, log_probs, "partial" if reason == "abort" else reason, version, mask)
     return sample, _labels(choice.get("weight_versions"), len(token_ids))
+
+
+def _sampling_mask(masks: Any, token_ids: Sequence[int], vocab_size: int) -> SamplingMask:
+    """Return the checked `masks` of an answer: for each of `token_ids`, the ids of the kept tokens."""
+    if masks is None:
+        raise UserError(
+            "rollout.sampling_mask=true: a rollout server returns no sampling masks. Start it with "
+            "--return-sampling-mask, or set rollout.sampling_mask=false."
+        )
+    if not isinstance(masks, list) or len(masks) != len(token_ids):
+        raise ServerFailure(f"not one sampling mask for each of {len(token_ids)} tokens")
+    for token, kept in zip(token_ids, masks, strict=True):
+        if not isinstance(kept, list) or not all(_is_int(each) and 0 <= each < vocab_size for each in kept):
+            raise ServerFailure(f"the sampling mask of token {token} is not a list of tokens: {_short(str(kept))}")
+        if token not in kept:
+            raise ServerFailure(f"the sampling mask of token {token} lacks this token: {_short(str(kept))}")
+    counts, kept_ids = [len(kept) for kept in masks], list(chain.from_iterable(masks))
+    return SamplingMask(np.array(counts, np.int32), np.array(kept_ids, np.int32))
 
 
 def _labels(spans: Any, tokens: int) -> set[str]:

@@ -284,15 +284,8 @@ def build_server_engine(
                 processes = _own_servers(config, policy, device, secret, logs, resources)
             weight_push = push_class(config, device, secret)
             resources.callback(weight_push.close)
-            request_settings = RequestSettings(
-                policy.eos,
-                config.structured_outputs,
-                policy.vocab_size,
-                policy.tokenizer,
-                adapter_rank,
-                policy.max_model_len,
-            )
-            fleet = Fleet(FleetLoop(config.servers, processes, request_settings, secret, capacity=config.max_num_seqs))
+            requests = _request_settings(config, policy, adapter_rank)
+            fleet = Fleet(FleetLoop(config.servers, processes, requests, secret, capacity=config.max_num_seqs))
             resources.callback(fleet.close)
             log.info("Waiting for the first of %d rollout servers.", len(processes) or len(config.servers.urls))
             of_leader.append((fleet, weight_push))
@@ -307,6 +300,18 @@ def build_server_engine(
         resources.close()
         raise
     return engine
+
+
+def _request_settings(config: RolloutConfig, policy: PolicyFiles, adapter_rank: int | None) -> RequestSettings:
+    return RequestSettings(
+        policy.eos,
+        config.structured_outputs,
+        policy.vocab_size,
+        policy.tokenizer,
+        adapter_rank,
+        policy.max_model_len,
+        config.sampling_mask,
+    )
 
 
 def _own_servers(

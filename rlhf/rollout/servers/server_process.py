@@ -82,6 +82,7 @@ def flags(config: RolloutConfig, folder: Path, max_model_len: int, device: torch
         "max_model_len": max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "tensor_parallel_size": config.tensor_model_parallel_size,
+        "return_sampling_mask": config.sampling_mask or None,
     }
     if device.type == "cuda":
         ours |= {"gpu_memory_utilization": config.gpu_memory_utilization, "enforce_eager": config.enforce_eager}
