@@ -157,6 +157,27 @@ PROFILES = {
             "checkpoint.journal=true",
         ),
     ),
+    # The masks of samples are in the journal, in carried groups and in samples in flight.
+    "masks": Profile(
+        (
+            "rollout.top_k=12",
+            "rollout.top_p=0.95",
+            "rollout.min_p=0.001",
+            "rollout.sampling_mask=true",
+            "algorithm.filter_groups.enable=true",
+            "data.gen_batch_size=6",
+            "rollout.async_steps=1",
+            "algorithm.rollout_correction.rollout_is=token",
+            "rollout.max_num_seqs=64",
+            "data.max_response_length=32",
+            "rollout.ignore_eos=false",
+            "rollout.temperature=1.3",
+            "checkpoint.journal=true",
+            "actor.use_kl_loss=true",
+            "actor.entropy_coeff=0.01",
+            "actor.shuffle=true",
+        ),
+    ),
     # Episodes of up to three turns, with an environment that is restored from its attributes.
     "env": Profile(
         (

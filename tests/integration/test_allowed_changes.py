@@ -290,6 +290,7 @@ CASES: dict[str, Case] = {
         "algorithm.rollout_correction.rollout_rs_threshold=1.01",
         "algorithm.rollout_correction.rollout_rs_threshold_lower=0.5",
     ),
+    "rollout.sampling_mask": Case("rollout.sampling_mask=true", beside="rollout.top_k=2"),
     "algorithm.rollout_correction.rollout_is": Case("algorithm.rollout_correction.rollout_is=token"),
     "data.last_turn_as_answer": Case(["data.last_turn_as_answer=true", "data.prompt_key=chat"]),
     **of("own rows", "data.custom_cls.path={folder}/other_rows.py", "data.custom_cls.name=shortened"),

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlhf.config.schema.env import EnvConfig
@@ -27,7 +28,7 @@ from tests.support.played import Crash, Sampler, crash_at, facts, journal_at
 
 SPEC = str(Path(__file__).parents[1] / "support" / "logged_calls.py")
 CLASSES = ("Sums", "StatefulSums", "UnsavedSums", "ForgetfulSums")
-PARAMS = SamplingParams(max_tokens=60)
+PARAMS = SamplingParams(max_tokens=60, top_k=30, sampling_mask=True)
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +116,10 @@ def test_a_conversation_is_what_the_engine_saw(pool, sampler):
             own = sample.token_ids[sample.mask()].tolist()
             assert own == [token for _, drawn in turns for token in drawn]
             assert len(turns) > 1
+            assert sample.sampling_mask is not None
+            assert sample.sampling_mask.counts.tolist() == [30 * own for own in sample.mask()]
+            kept = sample.sampling_mask.rows(30)[sample.mask()]
+            assert (kept == np.array(own)[:, None]).any(axis=1).all()
 
 
 @pytest.mark.parametrize("event", ["env.answered", "env.recorded", "env.turn", "journal.append"])

@@ -23,10 +23,14 @@ from tests.support.plain_collect import BATCH, FILTERED, UNFILTERED, N, build, n
 STEPS, K = 5, 2
 # Some responses are very long, and the engine has rows for all samples in flight.
 LONG = {"longest": 64, "rows": 128}
+MASKED = {"top_k": 8, "top_p": 0.97, "sampling_mask": True}
 SETTINGS: dict[str, dict[str, Any]] = {
     "every prompt": LONG | {"filter_groups": UNFILTERED},
     "greedy baseline": LONG | {"filter_groups": UNFILTERED, "greedy": True},
     "dynamic sampling": LONG | {"filter_groups": replace(FILTERED, on_limit="fill"), "drawn": 6},
+    "greedy baseline, sampling masks": LONG | {"filter_groups": UNFILTERED, "greedy": True, "sampling": MASKED},
+    "dynamic sampling, sampling masks": LONG
+    | {"filter_groups": replace(FILTERED, on_limit="fill"), "drawn": 6, "sampling": MASKED},
 }
 
 
@@ -119,7 +123,9 @@ def test_samples_span_steps_and_no_token_is_too_old(ranks, world_size, name):
             assert versions[-1] <= step - 1
             runs = max(runs, len(versions))
     # Dynamic sampling takes more than one share (see `PartialRollouts`) in a step, so that samples wait less.
-    assert runs == (2 if name == "dynamic sampling" else K + 1), "no sample spans several versions of the weights"
+    assert runs == (2 if name.startswith("dynamic sampling") else K + 1), (
+        "no sample spans several versions of the weights"
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -151,11 +157,29 @@ def test_metrics_count_the_tokens_of_all_ranks(ranks):
         assert metrics["sampling/partial_samples"] > 0
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", [name for name in SETTINGS if "masks" in name])
+def test_every_batch_has_the_masks_of_its_samples(ranks, world_size, name):
+    for step in range(STEPS):
+        records = [rank[name]["undisturbed"][step] for rank in ranks[world_size]]
+        masks = [record["batch"]["sampling_mask"] for record in records]
+        assert len({mask.shape[2] for mask in masks}) == 1
+        for record, mask in zip(records, masks, strict=True):
+            rows = iter(mask)
+            for sample, row in zip(samples_in(record), rows, strict=True):
+                assert sample.sampling_mask is not None
+                assert min(sample.sampling_mask.counts) > 0
+                kept = torch.from_numpy(sample.sampling_mask.rows(mask.shape[2]))
+                assert torch.equal(row[: len(sample)], kept)
+                assert (row[: len(sample)] == torch.from_numpy(sample.token_ids)[:, None]).any(dim=1).all()
+                assert (row[len(sample) :] == -1).all()
+
+
 def go_on(name: str, checkpoint: Any) -> list[dict[str, Any]]:
     return walk(resumed(checkpoint, **SETTINGS[name]), STEPS)
 
 
-@pytest.mark.parametrize("name", ["every prompt", "dynamic sampling"])
+@pytest.mark.parametrize("name", ["every prompt", "dynamic sampling", "dynamic sampling, sampling masks"])
 @pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2)])
 def test_other_ranks_go_on_with_the_samples_in_flight(ranks, name, writers, readers):
     checkpoint = ranks[writers][0][name]["checkpoints"][2]

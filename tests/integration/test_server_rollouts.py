@@ -136,6 +136,23 @@ def check(parts: list[list[dict[str, Any]]], k: int, first: int = 1) -> list[int
     return ages
 
 
+def test_samples_that_continue_over_weight_syncs_have_the_masks_of_all_their_tokens(tmp_path):
+    with servers() as both:
+        for server in both:
+            server.sampling_mask = True
+        masked = {"top_k": 3, "sampling_mask": True}
+        with rank([server.url for server in both], tmp_path, 2, sampling=masked) as one:
+            records = walk(one, STEPS)
+    check([records], 2)
+    assert any(len(sample.versions) > 1 for record in records for sample in samples_in(record))
+    for record in records:
+        for sample, mask in zip(samples_in(record), record["batch"]["sampling_mask"], strict=True):
+            assert sample.sampling_mask is not None
+            kept = sample.sampling_mask.rows(mask.shape[1])
+            assert torch.equal(mask[: len(sample)], torch.from_numpy(kept))
+            assert (kept == sample.token_ids[:, None]).any(axis=1).all()
+
+
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_each_token_has_its_version_and_none_is_too_old(k, tmp_path):
     with servers(token_s=0.03) as both, rank([server.url for server in both], tmp_path, k) as one:

@@ -104,6 +104,17 @@ def test_top_k_keeps_a_hot_policy_among_its_likeliest_tokens(runs):
     assert wild["reward/mean"] == 0 < kept["reward/mean"]
 
 
+def test_with_sampling_masks_the_update_has_the_log_probs_of_the_rollout(runs):
+    hot = ("rollout.temperature=3", "rollout.top_k=4", "rollout.top_p=0.9")
+    plain, masked = runs(*hot), runs(*hot, "rollout.sampling_mask=true")
+    assert plain[0]["reward/mean"] == masked[0]["reward/mean"]
+    for step in (0, 1):
+        assert plain[step]["rollout/logprob_diff_max"] > 0.1
+        assert masked[step]["rollout/logprob_diff_max"] < 1e-5
+        assert masked[step]["actor/entropy"] < plain[step]["actor/entropy"]
+    assert masked[1]["actor/grad_norm"] != plain[1]["actor/grad_norm"]
+
+
 def test_math_verify_is_a_reward(runs):
     exact, verified = runs()[0], runs("reward=math_verify")[0]
     assert verified["reward/timeouts"] == 0

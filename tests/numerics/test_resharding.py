@@ -16,7 +16,7 @@ from tests.support.numeric_ranks import run_ranks, single_rank
 from tests.support.tiny_updates import EveryBatch, random_batch, with_observations
 
 RANKS, GROUPS, GROUP, MINI_BATCHES = 4, 10, 3, 2
-PER_TOKEN = ("response_mask", "staleness", "rollout_log_probs", "advantages", "values")
+PER_TOKEN = ("response_mask", "staleness", "sampling_mask", "rollout_log_probs", "advantages", "values")
 
 
 @functools.cache
@@ -25,9 +25,11 @@ def whole_batch() -> EveryBatch:
     batch = with_observations(random_batch(seed=3, samples=GROUPS * GROUP, prompt=(1, 30), response=(0, 40)))
     values = batch.rollout_log_probs.clone()
     values[::2] *= 1e-42
+    masks = torch.arange(values.numel() * 3).view(*values.shape, 3).int() * batch.response_mask[..., None]
     ages = (torch.arange(values.numel()).view_as(values) % 3).int() * batch.response_mask
     values[1, :3] = torch.tensor([-0.0, torch.nan, torch.inf])
-    return replace(batch, values=values, numbers=torch.arange(GROUPS * GROUP), staleness=ages, returns=None)
+    numbers = torch.arange(GROUPS * GROUP)
+    return replace(batch, values=values, numbers=numbers, staleness=ages, sampling_mask=masks, returns=None)
 
 
 def rollout_ranks(case: str) -> list[int]:

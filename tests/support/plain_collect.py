@@ -55,6 +55,7 @@ DEFAULTS: dict[str, Any] = {
     "rows": 32,
     "batch": BATCH,
     "n": N,
+    "sampling": {},
 }
 
 
@@ -118,7 +119,7 @@ def build(driver: DriverState, coordinator: Coordinator, **settings: Any) -> Col
     engine = background or build_embedded_engine(model, tokenizer, RolloutConfig(max_num_seqs=chosen["rows"]))
     generation = Generation(
         PolicySampler(engine, DriftingPolicy(driver), SEED, background=background is not None),  # type: ignore[arg-type]
-        SamplingParams(temperature=1.4, max_tokens=chosen["longest"]),
+        SamplingParams(temperature=1.4, max_tokens=chosen["longest"], **chosen["sampling"]),
         chosen["n"],
         chosen["greedy"],
         chosen["reward"] or Reward([Term("sums", WEIGHT, Sums(), FailurePolicy("sums", reward))]),

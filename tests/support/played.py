@@ -63,8 +63,13 @@ class Sampler:
 def facts(groups: list[list[Episode]]) -> list[Any]:
     """Return everything that an update uses, as bits."""
     return [(e.prompt_ids, s.token_ids.tobytes(), s.log_probs.tobytes(), s.observations, s.forks, s.finish_reason,
-             e.rewards)
+             e.rewards, mask_facts(s))
             for group in groups for e in group for s in [e.finished(0)]]  # fmt: skip
+
+
+def mask_facts(sample: Sample) -> Any:
+    mask = sample.sampling_mask
+    return None if mask is None else (mask.counts.tobytes(), mask.token_ids.tobytes())
 
 
 def journal_at(folder: Path) -> Journal:

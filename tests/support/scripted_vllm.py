@@ -54,6 +54,8 @@ class ScriptedVllm(ThreadingHTTPServer):
         self.adapters: dict[str, AdapterMessage] = {}
         """Loaded adapters by name."""
         self.serves_adapters = True
+        self.sampling_mask = False
+        """Whether answers have sampling masks, as with --return-sampling-mask."""
         self.dead, self.silent = threading.Event(), threading.Event()
         self.lock = threading.Lock()
         super().__init__(("127.0.0.1", port), _Handler)
@@ -111,13 +113,14 @@ class ScriptedVllm(ThreadingHTTPServer):
         if reason == "stop":
             ids[-1] = EOS
         log_prob = log_prob_of(int(STEP.findall(label)[0]))
+        kept = [[token, *(DIGITS[(token + bits[i]) % 10] for i in range(bits[token] % 3))] for token in ids]
         return {
             "index": 0,
             "token_ids": ids,
             "finish_reason": reason,
             "logprobs": {"content": [{"token_id": token, "logprob": log_prob} for token in ids]},
             "weight_versions": [{"version": label, "start": 0, "end": done}] if done else None,
-        }
+        } | ({"sampling_mask": [sorted(set(each)) for each in kept]} if self.sampling_mask else {})
 
 
 class _Handler(BaseHTTPRequestHandler):

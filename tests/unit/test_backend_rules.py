@@ -74,6 +74,9 @@ def test_liger_needs_a_gpu_and_no_entropy(monkeypatch):
     message = config_error(config_of(device="cpu", use_liger=True))
     says(message, "backend.use_liger=true", "actor.calculate_entropy=false", "actor.entropy_coeff=0")
     says(message, "backend.use_liger=true", "trainer.device=cpu")
+    masked = config_of(use_liger=True)
+    masked.rollout.sampling_mask, masked.rollout.top_k = True, 9
+    says(config_error(masked), "backend.use_liger=true", "the whole vocabulary", "rollout.sampling_mask=false")
     config = config_of(use_liger=True)
     config.actor.calculate_entropy = False
     for found, problem in (("0.8.4", "liger-kernel 0.8.4 is installed, 0.8.5 is needed"), ("0.9", None)):

@@ -164,6 +164,21 @@ REJECTED: list[tuple[dict, str]] = [
     ({"rollout__top_k": 1}, "rollout.top_k=1: the 8 samples"),
     ({"rollout__min_p": 1.0}, "rollout.min_p=1: the 8 samples"),
     ({"rollout__min_p": 1.5}, "rollout.min_p=1.5: must be at most 1."),
+    ({"rollout__sampling_mask": True}, "rollout.sampling_mask=true: no sampling setting excludes tokens; set rollout."),
+    ({"rollout__sampling_mask": True, "rollout__top_p": 0.9}, "rollout.top_k=-1: rollout.sampling_mask=true stores"),
+    ({"rollout__sampling_mask": True, "rollout__min_p": 0.1, "rollout__top_k": 0}, "set rollout.top_k=50, or rollout."),
+    (
+        {"rollout__sampling_mask": True, "rollout__top_k": 9, "rollout__repetition_penalty": 1.1},
+        "rollout.repetition_penalty=1.1: the update ignores it, so rollout.sampling_mask=true would not remove the",
+    ),
+    (
+        {"rollout__sampling_mask": True, "rollout__top_k": 1, "rollout__n": 1, "algorithm__adv_estimator": "gae"},
+        "rollout.top_k=1: with rollout.sampling_mask=true each mask has a single token",
+    ),
+    (
+        SERVED | {"rollout__sampling_mask": True, "rollout__top_k": 9, "rollout__val_kwargs__temperature": 1.0},
+        "rollout.val_kwargs.top_k=-1: with rollout.sampling_mask=true vLLM's servers reject requests without top_k",
+    ),
     ({"rollout__val_kwargs__n": 4}, "rollout.val_kwargs.temperature=0: the 4 samples"),
     (
         {"rollout__val_kwargs__n": 4, "rollout__val_kwargs__temperature": 1.0, "rollout__val_kwargs__top_k": 1},
@@ -468,6 +483,18 @@ def test_vllm_in_the_ranks_has_no_partial_rollouts():
     lines = problems(make(rollout__name="vllm", rollout__async_steps=1, **corrected))
     # Where vLLM is not installed, another line reports that.
     assert any("rollout.async_steps=1: vLLM in the ranks ends each generation before" in line for line in lines)
+
+
+def test_only_gpus_and_servers_of_vllm_have_sampling_masks():
+    masks = {"rollout__sampling_mask": True, "rollout__top_k": 9, "trainer__device": "cpu"}
+    lines = problems(make(rollout__name="vllm", **masks))
+    assert (
+        "rollout.sampling_mask=true: has effect only with rollout=vllm_server or rollout=embedded (it is vllm); set "
+        "rollout=vllm_server, or rollout.sampling_mask=false." in lines
+    )
+    lines = problems(make(rollout__name="vllm_server", **masks))
+    assert any("rollout.sampling_mask=true: vLLM returns sampling masks only on GPUs" in line for line in lines)
+    validate(make(**SERVED, **masks), {})
 
 
 def test_all_problems_of_the_settings_are_reported_together():

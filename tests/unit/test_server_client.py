@@ -73,6 +73,48 @@ def test_an_aborted_answer_without_tokens_changes_nothing(labels):
     assert sample_of(json.dumps(content).encode(), begun, VOCAB, "w1", 3) == begun.response
 
 
+MASKED = replace(REQUEST, params=replace(PARAMS, top_k=3, sampling_mask=True))
+
+
+def read_masks(masks: Any) -> Sample:
+    content = answer()
+    content["choices"][0]["sampling_mask"] = masks
+    return sample_of(json.dumps(content).encode(), MASKED, VOCAB, "w1", 3)
+
+
+def test_a_sample_with_sampling_masks():
+    mask = read_masks([[4, 1, 8], [9]]).sampling_mask
+    assert mask is not None
+    assert mask.rows(3).tolist() == [[4, 1, 8], [9, -1, -1]]
+    assert read(answer() | {"choices": [choice() | {"sampling_mask": [[4], [9]]}]}).sampling_mask is None
+
+
+@pytest.mark.parametrize(
+    "masks",
+    [
+        [[4]],
+        [[4], [9], [9]],
+        [[4], []],
+        [[4], [8]],
+        [[4], 9],
+        [[4, VOCAB], [9]],
+        [[4, -1], [9]],
+        [[4, True], [9]],
+        [[4, "1"], [9]],
+        "49",
+        {},
+    ],
+)
+def test_broken_sampling_masks_are_a_failure_of_the_server(masks):
+    with pytest.raises(ServerFailure, match="sampling mask"):
+        read_masks(masks)
+
+
+def test_a_server_without_sampling_masks_must_be_started_differently():
+    with pytest.raises(UserError, match="--return-sampling-mask"):
+        read_masks(None)
+
+
 def change(key: str, value: Any) -> Callable[[dict], Any]:
     return lambda content: content["choices"][0].__setitem__(key, value)
 
@@ -143,7 +185,10 @@ def test_an_answer_by_other_weights_is_refused():
         read(content)
 
 
-def ask(handler: Callable, use: Callable, answer_timeout_s: float = 30.0) -> Any:
+SETTINGS = RequestSettings([9], {}, VOCAB)
+
+
+def ask(handler: Callable, use: Callable, answer_timeout_s: float = 30.0, settings: RequestSettings = SETTINGS) -> Any:
     """Return `use(client)`, where the client's server answers every request by `handler`."""
 
     async def run() -> Any:
@@ -156,9 +201,7 @@ def ask(handler: Callable, use: Callable, answer_timeout_s: float = 30.0) -> Any
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
         try:
             async with aiohttp.ClientSession() as session:
-                client = ServerClient(
-                    session, f"http://127.0.0.1:{port}", RequestSettings([9], {}, VOCAB), answer_timeout_s, SECRET
-                )
+                client = ServerClient(session, f"http://127.0.0.1:{port}", settings, answer_timeout_s, SECRET)
                 return await use(client)
         finally:
             await runner.cleanup()
@@ -181,6 +224,23 @@ def test_a_generate_request_has_the_documented_fields():
     method, path, body = bodies[0]
     assert (method, path, body["token_ids"]) == ("POST", "/inference/v1/generate", [1, 2, 3])
     assert {"n": 1, "seed": 11, "max_tokens": 4, "stop_token_ids": [9]}.items() <= body["sampling_params"].items()
+
+
+def test_greedy_requests_to_servers_with_sampling_masks():
+    """Such servers require a temperature and top_k."""
+    asked = []
+
+    async def handler(request: web.Request) -> web.Response:
+        params = (await request.json())["sampling_params"]
+        asked.append((params["temperature"], params["top_k"]))
+        return web.json_response({"choices": [choice() | {"sampling_mask": [[4], [9]]}]})
+
+    greedy = replace(REQUEST, params=replace(PARAMS, temperature=0.0))
+    for settings in (replace(SETTINGS, sampling_mask=True), SETTINGS):
+        for request in (greedy, MASKED):
+            sample = ask(handler, lambda client, r=request: client.generate(r, 11, "w1", 3), settings=settings)
+            assert (sample.sampling_mask is not None) == (request is MASKED)
+    assert asked == [(1.0, 1), (1.0, 3), (0.0, -1), (1.0, 3)]
 
 
 def test_a_continued_response_is_asked_for_and_returned_whole():

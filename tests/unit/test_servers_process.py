@@ -34,6 +34,9 @@ def test_settings_become_flags():
     assert value(words, "--gpu-memory-utilization") == "0.25"
     assert value(words, "--load-format") == "dummy"
     assert "--no-enforce-eager" in words
+    assert not any("sampling-mask" in word for word in words)
+    config.sampling_mask = True
+    assert "--return-sampling-mask" in flags(config, Path("model"), 96, CUDA)
     on_cpu = flags(config, Path("model"), 96, CPU)
     assert not any("gpu-memory" in word or "enforce-eager" in word for word in on_cpu)
     config.gpu_memory_utilization = None  # a server has its GPUs to itself
