@@ -142,7 +142,8 @@ class VllmEngine(RolloutEngine):
         """Free vLLM's memory. The process group belongs to the rank and stays."""
         if self._llm is not None:
             with self._process_state.entered():
-                self._llm.llm_engine.model_executor.shutdown()
+                # From vLLM 0.33 on, the executor's shutdown destroys process groups, where a failed rank may hang.
+                self._llm.llm_engine.model_executor.driver_worker.shutdown()
             self._llm = None
         self._scratch.close()
 
