@@ -188,6 +188,7 @@ def test_a_server_that_answers_after_the_sync_is_adopted_before_it_serves(server
         engine.generate(REQUESTS, seed=1, step=STEP + 1)
         assert calls(servers) == [[], ADOPTED]
         assert "stop" in late.answers
+        assert engine.metrics()["perf/server_failures"] == 0, "a paused server got requests, which it rejects"
 
 
 def test_an_update_that_was_cut_off_is_never_taken_for_the_old_weights(servers, tmp_path):

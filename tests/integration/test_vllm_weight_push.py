@@ -339,7 +339,7 @@ def test_a_server_that_does_not_hold_what_it_was_sent_serves_nothing(
         assert "The rollout engine does not have the weights that the trainer sent (new)." in reason
         assert message.format(4 * adapted.layers) in reason
         asked = server.request("/inference/v1/generate", b'{"token_ids": [5], "sampling_params": {"max_tokens": 1}}')
-        with pytest.raises(TimeoutError):
+        with pytest.raises((TimeoutError, HTTPError)):  # vLLM 0.33 answers at once that it is paused
             urllib.request.urlopen(asked, timeout=0.5)
         with urllib.request.urlopen(server.request("/weight_info"), timeout=ANSWER_S) as response:
             assert json.load(response) == {"weight_version": UNFINISHED}
@@ -356,7 +356,7 @@ def test_an_adopted_server_aborts_the_requests_of_a_dead_trainer_and_serves_its_
     assert pushed.errors == {url: None}
     assert pushed.label == weight_push.label(old.named_parameters(), "mine")
     assert pushed.label != weight_push.label(policy(changed=True).named_parameters(), "mine")
-    weight_push._control.post(url, "/pause?mode=abort")
+    weight_push._control.post(url, "/pause?mode=keep")  # in other modes, vLLM 0.33 rejects new requests
 
     def left_over() -> str:
         body = json.dumps({"token_ids": prompts()[0], "sampling_params": {"max_tokens": RESPONSE, "logprobs": 0}})
