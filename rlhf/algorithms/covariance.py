@@ -46,11 +46,11 @@ def smallest(values: Tensor, keys: Tensor, candidates: Tensor, count: int, ranks
         [N, R] bool: all candidates if there are fewer than `count`.
     """
     own = _sorted(values[candidates], keys[candidates])[:count]
-    # Pad with the largest value and key, which sort after all candidates.
+    # Pad with the largest value and key, which sort after all candidates. `pad` would convert the key to a float.
     room = count - len(own)
     padded = [
-        torch.nn.functional.pad(own[:, 0].view(torch.float64), (0, room), value=torch.inf),
-        torch.nn.functional.pad(own[:, 1], (0, room), value=torch.iinfo(torch.int64).max),
+        torch.cat([column, column.new_full([room], largest)])
+        for column, largest in [(own[:, 0].view(torch.float64), torch.inf), (own[:, 1], torch.iinfo(torch.int64).max)]
     ]
     gathered = _sorted(*map(ranks.all_gather, padded))
     last_value, last_key = gathered[count - 1, :1].view(torch.float64), gathered[count - 1, 1]
