@@ -151,4 +151,7 @@ def _clipped(ratio: Tensor, advantages: Tensor, config: ActorConfig) -> tuple[Te
     """Return the clipped surrogate, and 1 where clipping changed it."""
     plain = -advantages * ratio
     clipped = -advantages * torch.clamp(ratio, 1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
-    return torch.maximum(plain, clipped), (clipped > plain).to(ratio.dtype)
+    changed = clipped > plain
+    # Not `maximum`: at equality half of its gradient goes to `clipped`, and from torch 2.14 on `clamp` has no gradient
+    # at its bounds. With clip_ratio_low=0, the gradient at r = 1 would be halved.
+    return torch.where(changed, clipped, plain), changed.to(ratio.dtype)
