@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds docker/Dockerfile.cpu with buildah, and checks a run in containers of the image: health check, SIGKILL of a whole
-# container, resume, bits. Needs root, buildah, and a Python with this package and its tests' packages.
+# Builds docker/Dockerfile.cpu with buildah, and checks a run in containers of the image: health check, SIGKILL of a
+# whole container, resume, bits. Needs root, buildah, and a Python with this package and its tests' packages.
 #
 # docker/check.sh FOLDER BASE TORCH_INDEX [SETTING...]
 #
@@ -11,6 +11,7 @@ set -euo pipefail
 mkdir -p "$1" && folder=$(realpath "$1") base=$2 index=$3 && shift 3
 cd "$(dirname "$0")/.."
 export BUILDAH_ISOLATION=chroot
+trap 'for process in $(jobs -p); do pkill -KILL --parent "$process" || true; done' EXIT
 buildah() { command buildah --root "$folder/store" --runroot "$folder/run" --storage-driver overlay "$@"; }
 
 # shellcheck disable=SC2086
@@ -18,7 +19,8 @@ buildah build --format docker --build-arg "BASE=$base" --build-arg "TORCH_INDEX=
   -f docker/Dockerfile.cpu -t localhost/rlhf:cpu .
 container=$(buildah from localhost/rlhf:cpu)
 root=$(buildah mount "$container")
-mapfile -t variables < <(buildah inspect --type image --format '{{range .OCIv1.Config.Env}}{{println .}}{{end}}' localhost/rlhf:cpu | grep .)
+template='{{range .OCIv1.Config.Env}}{{println .}}{{end}}'
+mapfile -t variables < <(buildah inspect --type image --format "$template" localhost/rlhf:cpu | grep .)
 inside=(env -i "${variables[@]}" chroot --userspec=1000:1000 "$root" sh -c 'cd /work && exec "$@"' sh)
 
 # start NAME [SETTING...]: runs the trainer in a new container with the volume NAME; $! is its unshare.
@@ -52,5 +54,6 @@ wait $!
 wait "$twin"
 grep -h "resumed at step" "$folder/killed.log"
 python -c 'import sys; from pathlib import Path; from tests.support.compare_runs import differences
-found = differences(*map(Path, sys.argv[1:])); print("differences:", found); sys.exit(bool(found))' "$(run_dir twin)" "$(run_dir killed)"
+found = differences(*map(Path, sys.argv[1:])); print("differences:", found); sys.exit(bool(found))' \
+  "$(run_dir twin)" "$(run_dir killed)"
 buildah rm "$container"
