@@ -6,10 +6,12 @@ import pytest
 
 from rlhf.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
 from tests.support.compare_runs import differences
+from tests.support.forked_start import train_forked
 from tests.support.hanger import hangs, wait_for
+from tests.support.holder import holds
 from tests.support.interrupter import at
 from tests.support.launching import saved_steps, small
-from tests.support.ray_cluster import DEADLINE_S, Cluster, needs_ray, ray_cluster
+from tests.support.ray_cluster import DEADLINE_S, Cluster, needs_ray, occupied, ray_cluster
 from tests.support.refusals import says
 from tests.support.undisturbed import EXPORT
 
@@ -70,6 +72,37 @@ def test_a_notice_of_preemption_saves_and_the_run_continues_on_another_node(ray,
     assert process.wait(DEADLINE_S) == EXIT_DONE, (tmp_path / "log").read_text()
     assert "global_step_2" in (tmp_path / "log").read_text()
     assert differences(undisturbed.run_dir(2), tmp_path / "rlhf" / "run") == []
+
+
+def test_a_machine_that_another_program_uses_is_not_waited_for(ray, sums, tmp_path):
+    elastic = ["trainer.nnodes=2", "launcher.min_nodes=1", "launcher.start_timeout_s=20", "trainer.max_restarts=1"]
+    with occupied(ray):
+        end = ray.train([*small(tmp_path, "run", sums), *elastic], {}, tmp_path / "log")
+    assert end.code == EXIT_DONE
+    says(end.output, "1 rank")
+
+
+def test_a_run_shrinks_and_grows_with_the_cluster_and_repeats_only_the_lost_step(ray, sums, tmp_path):
+    """The twin has the same sizes and no failure: steps 1 to 3 on two ranks, 4 and 5 on one, 6 and 7 on two."""
+    same = [EXPORT, "backend.dp_replicate=1"]
+    elastic = ["trainer.nproc=1", "trainer.nnodes=2", "launcher.min_nodes=1", "launcher.start_timeout_s=20"]
+    held = holds(tmp_path, ("update.before", 4, 2), ("update.before", 2, 1))
+    process = ray.start([*small(tmp_path, "run", sums), *same, *elastic], held, tmp_path / "log")
+    wait_for(tmp_path / "held_0")  # in step 4
+    wait_for(tmp_path / "rlhf" / "run" / "global_step_3")
+    ray.do("lose")
+    wait_for(tmp_path / "held_1")  # in step 5
+    ray.do("add")
+    assert process.wait(DEADLINE_S) == EXIT_DONE, (tmp_path / "log").read_text()
+    assert saved_steps(tmp_path / "rlhf" / "run") == [7, 6, 5]  # 5 because of the growth
+
+    def twin(nproc: int, environment: dict[str, str]) -> int:
+        return train_forked([*small(tmp_path, "twin", sums), *same, f"trainer.nproc={nproc}"], environment).code
+
+    assert twin(2, at("update.before", 3, "SIGTERM")) == EXIT_REQUEUE
+    assert twin(1, at("update.before", 2, "SIGTERM")) == EXIT_REQUEUE
+    assert twin(2, {}) == EXIT_DONE
+    assert differences(tmp_path / "rlhf" / "twin", tmp_path / "rlhf" / "run") == []
 
 
 def test_a_run_goes_on_with_one_node_after_the_other_is_lost(ray, sums, tmp_path):

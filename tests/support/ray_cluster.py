@@ -18,6 +18,7 @@ from tests.support.launching import ROOT, Ended
 PYTHON = "RLHF_RAY_PYTHON"
 """Environment variable with the path of a Python that has Ray and this project's packages."""
 OPTIONS = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 120 << 20}
+OCCUPY = "occupy"
 DEADLINE_S = 420
 """Seconds for a run or the start of the cluster: on a busy machine, Ray's own processes start slowly."""
 
@@ -71,10 +72,13 @@ class Cluster:
             code = process.wait(DEADLINE_S)
         finally:
             process.kill()
-            # Without a dashboard, Ray repeats this line each second.
-            lines = [line for line in log.read_text().splitlines(True) if "PlacementGroupCleaner" not in line]
+            lines = self.output(log)
             sys.stdout.writelines(lines)
         return Ended(code, "".join(lines))
+
+    def output(self, log: Path) -> list[str]:
+        """Return the lines of a log, but not the line that Ray repeats each second without a dashboard."""
+        return [line for line in log.read_text().splitlines(True) if "PlacementGroupCleaner" not in line]
 
 
 @contextmanager
@@ -105,6 +109,35 @@ def ray_cluster(folder: Path) -> Iterator[Cluster]:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+@contextmanager
+def occupied(cluster: Cluster) -> Iterator[None]:
+    """Let another program use the CPU of one node."""
+    command = [str(ray_python()), "-m", __name__, OCCUPY, cluster.address]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        assert any(line.strip() == OCCUPY for line in process.stdout), "the program has ended"
+        yield
+    finally:
+        process.stdin.close()
+        process.wait(60)
+
+
+def _occupy(address: str) -> None:
+    import ray
+    from ray.util import placement_group
+
+    ray.init(address)
+    assert placement_group([{"CPU": 1}]).wait(60)
+    sys.stdout.write(f"{OCCUPY}\n")
+    sys.stdout.flush()
+    sys.stdin.read()
 
 
 def _started() -> tuple[Any, Any]:
@@ -154,4 +187,7 @@ def _tell(answers: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    _serve(Path(sys.argv[1]))
+    if sys.argv[1] == OCCUPY:
+        _occupy(sys.argv[2])
+    else:
+        _serve(Path(sys.argv[1]))

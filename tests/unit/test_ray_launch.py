@@ -22,6 +22,7 @@ from rlhf.config.schema.trainer import TrainerConfig
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
 from rlhf.launch.ray import node
 from rlhf.launch.ray.endings import Endings, RanksEnded, RunEnds, code_of
+from rlhf.launch.ray.growth import LASTING_S, WAIT_S, Growth
 from rlhf.planning.device_defaults import Machine
 from tests.support.launching import ROOT
 from tests.support.refusals import says, user_error
@@ -115,7 +116,7 @@ def test_a_mistake_ends_the_run_whatever_its_peers_died_of(tmp_path):
     assert (raised.value.code, raised.value.message) == (EXIT_USER_ERROR, "data.train_files=x")
 
 
-def test_a_saved_run_ends_unless_ray_takes_a_machine_away(tmp_path):
+def test_a_saved_run_ends_unless_its_machines_change(tmp_path):
     endings = Endings(TrainerConfig(max_restarts=0), tmp_path)
     leaves, left = RanksEnded(EXIT_REQUEUE, 4, True, "leaves"), RanksEnded(EXIT_REQUEUE, 4, False, "left")
     assert endings.after([leaves]) == endings.after([left, leaves]) == 0
@@ -144,7 +145,7 @@ def test_a_lost_machine_counts_by_the_newest_checkpoint(tmp_path):
 
 def test_the_ends_reach_the_driver_through_pickle():
     end = pickle.loads(pickle.dumps(RanksEnded(EXIT_REQUEUE, 4, True, "left")))
-    assert (end.code, end.step, end.leaves, str(end)) == (EXIT_REQUEUE, 4, True, "left")
+    assert (end.code, end.step, end.continues, str(end)) == (EXIT_REQUEUE, 4, True, "left")
     ends = pickle.loads(pickle.dumps(RunEnds(EXIT_USER_ERROR, "wrong")))
     assert (ends.code, str(ends)) == (EXIT_USER_ERROR, "wrong")
 
@@ -208,11 +209,61 @@ def test_a_notice_lets_the_ranks_save_within_their_grace(monkeypatch):
     assert made[1].process.wait() == -signal.SIGKILL
 
 
+class Cluster:
+    """A cluster in virtual time, which has room for another machine or not."""
+
+    def __init__(self, most: int) -> None:
+        self.now, self.room = 0.0, False
+        self.growth = Growth(most, lambda: self.room, lambda: self.now)
+
+    def grows(self, attempt: str, machines: int, seconds: float) -> bool:
+        """Let the workers of an attempt look every two seconds. Return whether its ranks must leave."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 2.0
+            if self.growth.look(attempt, machines):
+                return True
+        return False
+
+
+def test_ranks_leave_for_a_machine_that_has_had_room_for_a_minute():
+    cluster = Cluster(2)
+    assert not cluster.grows("a", 1, 600)
+    cluster.room = True
+    assert not cluster.grows("a", 1, WAIT_S - 10)
+    cluster.room = False  # the machine comes and goes
+    assert not cluster.grows("a", 1, 20)
+    cluster.room = True
+    assert not cluster.grows("a", 1, WAIT_S - 2)
+    assert cluster.grows("a", 1, 30)
+    assert cluster.growth.look("a", 1)  # each worker of the attempt gets the same answer
+    assert not cluster.grows("b", 2, 600)
+
+
+def test_growth_that_does_not_last_gets_rarer():
+    cluster = Cluster(2)
+    cluster.room = True
+
+    def wait(attempt: str) -> float:
+        began = cluster.now
+        assert cluster.grows(attempt, 1, 10_000)
+        return cluster.now - began
+
+    first, second = wait("a"), wait("b")  # the restart found the room taken
+    assert not cluster.grows("c", 2, 60)
+    third = wait("d")  # the machine was lost again
+    assert WAIT_S < first < second - WAIT_S / 2 < third - WAIT_S
+    assert not cluster.grows("e", 1, 60)
+    assert wait("f") == pytest.approx(2 * third, rel=0.1)
+    assert not cluster.grows("g", 2, LASTING_S)
+    assert wait("h") == first
+
+
 def test_a_rank_has_the_commands_environment_but_rays_devices(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # Ray sets it for one worker, not for two ranks
     given = {"HF_HOME": "/models", "CUDA_VISIBLE_DEVICES": "0", "PATH": os.environ["PATH"]}
-    job = node.NodeJob("", (), 2, Path("run"), Path(), given, 1.0, "", lambda: False)
+    job = node.NodeJob("", (), 2, Path("run"), Path(), given, 1.0, "", lambda attempt, machines: (False, False))
     found = node._variables(job, 3, 4, ("10.0.0.1", 29500))
     assert (found["HF_HOME"], found["CUDA_VISIBLE_DEVICES"]) == ("/models", "4,5")
     assert "OMP_NUM_THREADS" not in found

@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from rlhf.config import Config
 from rlhf.config.known_settings import SETTINGS
 from rlhf.config.resolved import to_yaml
 from rlhf.errors import EXIT_CRASHED, EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
+from rlhf.launch.ray.elastic import elastic_trainer, placeable
 from rlhf.launch.ray.endings import Endings, RunEnds
+from rlhf.launch.ray.growth import Growth
 from rlhf.launch.ray.node import NodeJob, run_node
 from rlhf.launch.stop_request import StopRequest
 from rlhf.planning.device_defaults import server_gpus
@@ -56,8 +58,10 @@ def run_on_ray(config: Config, recipes: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory(prefix="rlhf-ray-") as files, StopRequest() as stop:
             # Run the actor on this machine, so that it survives the loss of another machine.
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-            requests = ray.remote(num_cpus=0, scheduling_strategy=here)(_StopRequested).remote()
-            fit = _Fit(_trainer(config, recipes, requests, files))
+            resources = _resources(config)
+            actor = ray.remote(num_cpus=0, scheduling_strategy=here)(_LeaveRequests)
+            requests = actor.remote(config.trainer.nnodes, resources)
+            fit = _Fit(_trainer(config, recipes, requests, resources, files))
             fit.start()
             _wait(fit, stop, requests)
             return EXIT_REQUEUE if stop.kill else _code(fit.error, changes_to_continue(config.trainer))
@@ -65,17 +69,26 @@ def run_on_ray(config: Config, recipes: Sequence[str]) -> int:
         ray.shutdown()
 
 
-class _StopRequested:
-    """A Ray actor that records whether the driver was asked to stop. The workers poll the actor."""
+class _LeaveRequests:
+    """A Ray actor that decides whether the ranks must save and leave. The workers poll the actor.
 
-    def __init__(self) -> None:
-        self._requested = False
+    Args:
+        most: the largest number of machines.
+        resources: what a worker needs of its machine.
+    """
 
-    def request(self) -> None:
-        self._requested = True
+    def __init__(self, most: int, resources: Mapping[str, float]) -> None:
+        configure_logging(who="ray")
+        self._stops = False
+        self._growth = Growth(most, lambda: placeable(resources, 1))
 
-    def requested(self) -> bool:
-        return self._requested
+    def stop(self) -> None:
+        """Record that the driver was asked to stop."""
+        self._stops = True
+
+    def look(self, attempt: str, machines: int) -> tuple[bool, bool]:
+        """Return whether the run stops, and whether `attempt`, which runs on `machines` machines, restarts on more."""
+        return self._stops, not self._stops and self._growth.look(attempt, machines)
 
 
 class _Fit(threading.Thread):
@@ -93,7 +106,17 @@ class _Fit(threading.Thread):
             self.error = error
 
 
-def _trainer(config: Config, recipes: Sequence[str], requests: Any, folder: str) -> Any:
+def _resources(config: Config) -> dict[str, float]:
+    """Return what a worker needs of its machine."""
+    import ray
+
+    t = config.trainer
+    uses_gpus = t.device == "cuda" or (t.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+    gpus = t.ranks + server_gpus(lambda key: SETTINGS[key].value(config)) if uses_gpus else 0
+    return {"CPU": t.ranks, **({"GPU": gpus} if gpus else {})}
+
+
+def _trainer(config: Config, recipes: Sequence[str], requests: Any, resources: Mapping[str, float], folder: str) -> Any:
     """Return Ray's trainer, whose callback decides about restarts."""
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
@@ -111,22 +134,21 @@ def _trainer(config: Config, recipes: Sequence[str], requests: Any, folder: str)
         environment={**os.environ, LAUNCH: launch, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")},
         grace_s=t.preempt_grace_s,
         changes=changes_to_continue(config.trainer),
-        stop_requested=lambda: bool(ray.get(requests.requested.remote())),
+        look=lambda attempt, machines: ray.get(requests.look.remote(attempt, machines)),
     )
 
     class AfterException(UserCallback):
         def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
             time.sleep(endings.after(worker_exceptions.values()))
 
-    uses_gpus = t.device == "cuda" or (t.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
-    gpus = t.ranks + server_gpus(lambda key: SETTINGS[key].value(config)) if uses_gpus else 0
     counts = launcher.node_counts(t.nnodes)
-    return DataParallelTrainer(
-        lambda: run_node(job),
+    trainer = DataParallelTrainer if len(counts) == 1 else elastic_trainer
+    return trainer(
+        train_loop_per_worker=lambda: run_node(job),
         scaling_config=ScalingConfig(
             num_workers=t.nnodes if len(counts) == 1 else (counts[0], t.nnodes),
-            use_gpu=gpus > 0,
-            resources_per_worker={"CPU": t.ranks, **({"GPU": gpus} if gpus else {})},
+            use_gpu="GPU" in resources,
+            resources_per_worker=dict(resources),
             placement_strategy="SPREAD",
         ),
         run_config=RunConfig(
@@ -145,7 +167,7 @@ def _wait(fit: _Fit, stop: StopRequest, requests: Any) -> None:
         if stop.signal_name is not None and not passed_on:
             passed_on = True
             log.info("%s: the ranks save and leave.", stop.signal_name)
-            requests.request.remote()
+            requests.stop.remote()
         fit.join(0.2)
 
 

@@ -18,13 +18,13 @@ class RanksEnded(Exception):
     Args:
         code: the exit code of the machine (`code_of`).
         step: the furthest step that the ranks reached; None before the first step.
-        leaves: whether Ray had announced the loss of a machine. Then the saved run continues on other machines.
+        continues: whether Ray restarts the saved run, because a machine goes away or another one has room.
         message: what happened, for the user.
     """
 
-    def __init__(self, code: int, step: int | None, leaves: bool, message: str) -> None:
-        super().__init__(code, step, leaves, message)
-        self.code, self.step, self.leaves, self.message = code, step, leaves, message
+    def __init__(self, code: int, step: int | None, continues: bool, message: str) -> None:
+        super().__init__(code, step, continues, message)
+        self.code, self.step, self.continues, self.message = code, step, continues, message
 
     def __str__(self) -> str:
         return self.message
@@ -61,7 +61,7 @@ class Endings:
         ends = [error for error in errors if isinstance(error, RanksEnded)]
         for code in (EXIT_USER_ERROR, EXIT_REQUEUE):
             if (end := next((end for end in ends if end.code == code), None)) is not None:
-                if code == EXIT_REQUEUE and any(each.leaves for each in ends):
+                if code == EXIT_REQUEUE and any(each.continues for each in ends):
                     return 0.0
                 raise RunEnds(code, end.message)
         # While a machine drains, each of Ray's checks reports the same failure, in the same words. Count it once.

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -51,24 +52,26 @@ class NodeJob:
     """Seconds between a request to stop and SIGKILL."""
     changes: str
     """The result of `changes_to_continue`."""
-    stop_requested: Callable[[], bool]
-    """Returns whether the driver was asked to stop."""
+    look: Callable[[str, int], tuple[bool, bool]]
+    """Returns whether the driver was asked to stop, and whether a machine has room for this attempt to grow. The
+    arguments are the attempt's name and its number of machines."""
 
 
 class StopNotices:
-    """Checks whether the ranks must save and leave, because the driver asks or Ray announces a machine's loss."""
+    """Checks whether the ranks must save and leave: the driver asks, a machine goes away, or another one has room."""
 
-    def __init__(self, job: NodeJob) -> None:
-        self._job, self._asked_at = job, 0.0
-        self.leaves = self.stops = False
+    def __init__(self, job: NodeJob, attempt: str, machines: int) -> None:
+        self._job, self._attempt, self._machines = job, attempt, machines
+        self._asked_at = 0.0
+        self.continues = self.stops = False
 
     def look(self, *, now: bool = False) -> bool:
         """Return whether the ranks must leave. With `now`, ask at once; otherwise ask at most every two seconds."""
-        if not (self.leaves or self.stops) and (now or time.monotonic() - self._asked_at >= _ASK_S):
+        if not (self.continues or self.stops) and (now or time.monotonic() - self._asked_at >= _ASK_S):
             self._asked_at = time.monotonic()
-            self.leaves = _loses_a_machine()
-            self.stops = self._job.stop_requested()
-        return self.leaves or self.stops
+            self.stops, grows = self._job.look(self._attempt, self._machines)
+            self.continues = grows or _loses_a_machine()
+        return self.continues or self.stops
 
 
 class RankProcess:
@@ -118,16 +121,17 @@ def run_node(job: NodeJob) -> None:
     context = ray.train.get_context()
     node, nodes = context.get_world_rank(), context.get_world_size()
     listener = socket.create_server((ray.util.get_node_ip_address(), 0)) if node == 0 else None
-    address = ray.train.collective.broadcast_from_rank_zero(listener.getsockname()[:2] if listener else None)
+    own = (*listener.getsockname()[:2], uuid.uuid4().hex) if listener else None
+    host, port, attempt = ray.train.collective.broadcast_from_rank_zero(own)
     ranks: dict[int, RankProcess] = {}
-    notices = StopNotices(job)
+    notices = StopNotices(job, attempt, nodes)
     try:
         if not job.folder.is_dir():
             message = f"The working directory {job.folder} is missing on a machine. Start in a shared folder."
             raise RanksEnded(EXIT_USER_ERROR, None, False, message)
         for local in range(job.nproc):
             rank = node * job.nproc + local
-            variables = _variables(job, rank, nodes * job.nproc, address)
+            variables = _variables(job, rank, nodes * job.nproc, (host, port))
             ranks[rank] = _start(job, variables, listener if rank == 0 else None)
         codes = _wait(ranks, notices, job.grace_s)
     finally:
@@ -136,11 +140,14 @@ def run_node(job: NodeJob) -> None:
             listener.close()
     if EXIT_REQUEUE in codes.values():
         notices.look(now=True)  # the ranks may have left because another machine's worker saw the notice first
-    code = code_of(codes.values(), job.nproc, stopped=notices.leaves or notices.stops)
+    code = code_of(codes.values(), job.nproc, stopped=notices.continues or notices.stops)
+    if code in (EXIT_DONE, EXIT_REQUEUE):
+        # With the first worker that ends, Ray would kill the others, whose ranks may still close their trackers.
+        ray.train.collective.barrier()
     if code != EXIT_DONE:
         statuses = {rank: status for rank, status in read_statuses(job.run_dir).items() if rank in ranks}
         raise RanksEnded(
-            code, furthest_step(statuses), notices.leaves, _message(code, codes, ranks, statuses, job.changes)
+            code, furthest_step(statuses), notices.continues, _message(code, codes, ranks, statuses, job.changes)
         )
 
 
