@@ -13,7 +13,11 @@ ahead. Settings at the end of the command apply to both runs, such as `checkpoin
 With fewer kills than windows, the campaign hits all windows of the profile and some of the others. Each seed continues
 where the previous seed stopped, so several short campaigns hit all windows.
 
-Starts are forked from a server with the imports done, except with --random.
+Starts are forked from a server with the imports done, except with --random and --launcher ray.
+
+--launcher ray runs the killed run on a Ray cluster of two nodes on this machine, with one rank each. The kills hit
+ranks, Ray's workers, the command, and a node, which is then replaced. The undisturbed run has a supervisor. Ray must be
+installed, or $RLHF_RAY_PYTHON name a Python that has it.
 
 --random kills any process of the tree (supervisor, launcher, ranks, reward processes, rollout servers) at random
 instants: with SIGKILL, with SIGSTOP and then SIGKILL, with SIGTERM, or all processes at once. Runs of a fixed length
@@ -39,6 +43,7 @@ from rlhf.config.resolved import load
 from rlhf.events import LISTENER_VARIABLE
 from rlhf.storage.layout import RESOLVED, TEMPORARY, TRASH
 from tests.faults.cycle import Campaign, Cycle
+from tests.faults.launchers import RAY_NODES, Launcher, Local, started
 from tests.faults.profiles import (
     IN_GENERATION,
     NETWORK_CUT,
@@ -52,12 +57,10 @@ from tests.faults.profiles import (
 from tests.faults.random_kills import DisturbedRun, Figures
 from tests.support import scripted_vllm_package
 from tests.support.compare_runs import differences
-from tests.support.forked_start import train_forked
 from tests.support.killer import NETWORK, PLAN_VARIABLE, SERVER
 
 # Events of the loop during one save: about two steps, after which the loop waits for the save.
 LONGEST_AHEAD = 16
-LAUNCH_DEADLINE_S = 1800
 SCRIPTED_TOKEN_S = 0.02
 NAMED, RANDOM = "named events", "random instants"
 OF_SERVERS = {SERVER_KILLED: SERVER, NETWORK_CUT: NETWORK}
@@ -86,13 +89,6 @@ def plan_kills(kills: int, seed: int, nproc: int, steps: int, profile: Profile) 
     return plan
 
 
-def launch(arguments: list[str], environment: dict[str, str], log: Path) -> int:
-    ended = train_forked(arguments, environment, LAUNCH_DEADLINE_S)
-    with log.open("a") as output:
-        output.write(ended.output)
-    return ended.code
-
-
 def packages_of(profile: Profile, folder: Path) -> dict[str, str]:
     """Return the environment that gives a run its scripted servers, if the profile has them."""
     return scripted_vllm_package.environment(folder / "packages", SCRIPTED_TOKEN_S) if profile.scripted else {}
@@ -108,7 +104,7 @@ def run_at_random(
 ) -> list[str]:
     """Kill runs at random instants. Return the problems, one per line; empty if no kill changed a run."""
     settings, packages = overrides(folder, "undisturbed", steps, nproc, profile) + more, packages_of(profile, folder)
-    if (code := launch(settings, packages, folder / "undisturbed.log")) != 0:
+    if (code := Local().start(settings, packages, folder / "undisturbed.log")) != 0:
         return [f"the undisturbed run ended with exit code {code}:\n{(folder / 'undisturbed.log').read_text()[-3000:]}"]
     figures, rng, began = Figures(), random.Random(seed), time.monotonic()
 
@@ -136,17 +132,23 @@ def compared(folder: Path) -> list[str]:
     return [f"left behind: {name}" for name in leftovers] + differences(folder / "rlhf" / "undisturbed", run_dir)
 
 
-def run_campaign(folder: Path, kills: int, seed: int, nproc: int, profile: Profile, more: list[str]) -> list[str]:
-    """Kill a run at named events. Return the problems, one per line; empty if no kill changed the run."""
+def run_campaign(
+    folder: Path, kills: int, seed: int, nproc: int, profile: Profile, more: list[str], launcher: Launcher | None = None
+) -> list[str]:
+    """Kill a run at named events. Return the problems, one per line; empty if no kill changed the run.
+
+    `launcher` runs the killed run; None means the supervisor.
+    """
     # Between two kills the run saves at most one checkpoint, so the last kill still hits a running process.
     steps = SAVE_FREQ * (kills + profile.spare)
-    started, packages = time.monotonic(), packages_of(profile, folder)
-    code = launch(overrides(folder, "undisturbed", steps, nproc, profile) + more, packages, folder / "undisturbed.log")
+    began, packages, launcher = time.monotonic(), packages_of(profile, folder), launcher or Local()
+    settings = overrides(folder, "undisturbed", steps, nproc, profile) + more
+    code = Local().start(settings, packages, folder / "undisturbed.log")
     if code != 0:
         return [f"the undisturbed run ended with exit code {code}:\n{(folder / 'undisturbed.log').read_text()[-3000:]}"]
-    print_line(f"undisturbed: {steps} steps on {nproc} rank(s) in {time.monotonic() - started:.0f} s")
+    print_line(f"undisturbed: {steps} steps on {nproc} rank(s) in {time.monotonic() - began:.0f} s")
 
-    plan = plan_kills(kills, seed, nproc, steps, profile)
+    plan = launcher.victims(plan_kills(kills, seed, nproc, steps, profile))
     run_dir = folder / "rlhf" / "killed"
     (folder / "plan.json").write_text(json.dumps(plan))
     (folder / "run_dir").write_text(str(run_dir))
@@ -157,25 +159,17 @@ def run_campaign(folder: Path, kills: int, seed: int, nproc: int, profile: Profi
         f"trainer.max_restarts={kills}",
         f"trainer.max_failures_per_step={kills + 1}",
     ]
-    arguments = overrides(folder, "killed", steps, nproc, profile) + endless + more
-    launches = 0
-    while True:
-        code = launch(arguments, environment, folder / "killed.log")
-        launches += 1
-        if code == 0:
-            break
-        if code != -9 or launches > kills + 1:
-            return [
-                f"start {launches} of the killed run ended with exit code {code}:\n"
-                f"{(folder / 'killed.log').read_text()[-3000:]}"
-            ]
+    arguments = [*overrides(folder, "killed", steps, nproc, profile), *endless, *more, *launcher.settings(nproc, more)]
+    launches, problem = start_until_done(launcher, arguments, environment, folder / "killed.log", kills + 2)
+    if problem:
+        return [problem]
 
     fired = [kill for kill in plan if (folder / f"fired_{kill['id']:04d}").exists()]
     hits = Counter(kill["window"] for kill in fired)
-    victims = Counter("rank" if kill["victim"].isdigit() else kill["victim"] for kill in fired)
+    victims = Counter(kill["victim"].rstrip("0123456789_") or "rank" for kill in fired)
     print_line(
         f"killed: {len(fired)} of {kills} kills hit ({dict(victims)}), {launches} start(s), "
-        f"{time.monotonic() - started:.0f} s in all"
+        f"{time.monotonic() - began:.0f} s in all"
     )
     windows = [window for window in profile.windows if any(kill["window"] == window for kill in plan)]
     for window in windows:
@@ -193,9 +187,22 @@ def run_campaign(folder: Path, kills: int, seed: int, nproc: int, profile: Profi
         problems.append(f"{crashes} crashes, but only {victims['rank']} kills of ranks")
     if kills >= len(profile.windows) and load(run_dir / RESOLVED).checkpoint.async_save and not any(ahead):
         problems.append("no kill hit a save while the loop went on")
-    if launch(arguments, environment, folder / "killed.log") != 0:
+    if launcher.start(arguments, environment, folder / "killed.log") != 0:
         problems.append("starting the finished run again did not end with exit code 0")
     return problems + compared(folder)
+
+
+def start_until_done(
+    launcher: Launcher, arguments: list[str], environment: dict[str, str], log: Path, most: int
+) -> tuple[int, str]:
+    """Start a run, and again after each kill of its command, up to `most` times. Return the number of starts and the
+    problem, if the last one did not end with 0."""
+    starts, code = 0, -9
+    while code == -9 and starts < most:
+        code = launcher.start(arguments, environment, log)
+        starts += 1
+    ended = f"start {starts} of the killed run ended with exit code {code}:\n{log.read_text()[-3000:]}"
+    return starts, ended if code else ""
 
 
 def take_turns(folder: Path, hours: float, seed: int, nproc: int, names: list[str], more: list[str]) -> list[str]:
@@ -229,6 +236,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=25, help="to hit all windows: 12 plus the profile's own")
     parser.add_argument("--random", action="store_true", help="kill any process, at random instants, in four ways")
     parser.add_argument("--hours", type=float, help="run all profiles in turn, with both kinds of kills, for H hours")
+    parser.add_argument("--launcher", choices=("local", "ray"), default="local", help="launcher of the killed run")
     parser.add_argument("--steps", type=int, help="with --random: steps of each run (default: from the profile)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--nproc", type=int, default=1, help="ranks")
@@ -237,6 +245,11 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="settings for both runs, as for rlhf.train")
     arguments = parser.parse_args()
     profile = PROFILES[arguments.profile or "grpo"]
+    if arguments.launcher == "ray":
+        if arguments.random or arguments.hours is not None or OF_SERVERS.keys() & set(profile.windows):
+            parser.error("--launcher ray: use it without --random and --hours, and with a profile without servers")
+        if arguments.nproc != RAY_NODES:
+            parser.error(f"--launcher ray: its {RAY_NODES} nodes have one rank each; use --nproc {RAY_NODES}")
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="rlhf-campaign-"))
     folder.mkdir(parents=True, exist_ok=True)
     folder, of_both = folder.absolute(), (arguments.seed, arguments.nproc, profile, arguments.overrides)
@@ -247,7 +260,8 @@ def main() -> int:
         steps = arguments.steps or profile.random_steps
         problems = run_at_random(folder, arguments.kills, steps, *of_both)
     else:
-        problems = run_campaign(folder, arguments.kills, *of_both)
+        with started(arguments.launcher, folder) as launcher:
+            problems = run_campaign(folder, arguments.kills, *of_both, launcher)
     for problem in problems:
         sys.stdout.write(f"FAILED: {problem}\n")
     if not problems:

@@ -2,7 +2,8 @@
 
 The plan is a JSON list of kills. Each rank finds the first kill that has not fired. The kill's `observer` rank waits
 for its `event` after the publication of a checkpoint of at least `after_step`, and sends SIGKILL to the `victim`. A
-marker file, written before the signal, shows that the kill fired and prevents another kill after the restart.
+marker file, written before the signal, shows that the kill fired and prevents another kill after the restart. Under
+Ray, the victim may also be a rank's `WORKER`, the `COMMAND`, or a `NODE`, for whose loss the killer asks with a file.
 
 The ranks survive two victims: `SERVER`, one of the run's rollout servers, and `NETWORK`, the observer's connections to
 all servers, which then answer nothing for `CUT_S` seconds. Both are hit `GENERATING_S` seconds after the event.
@@ -22,13 +23,14 @@ from pathlib import Path
 
 import psutil
 
-from rlhf.ranks.parent import SUPERVISOR_PID
+from rlhf.ranks.parent import PARENT_PID, SUPERVISOR_PID
 from rlhf.storage.layout import scan, step_of
 
 PLAN_VARIABLE = "RLHF_TEST_KILL_PLAN"
 LONGEST_WAIT_S = 3.0
 SERVER, NETWORK = "server", "network"
 SURVIVED = (SERVER, NETWORK)
+WORKER, COMMAND, NODE = "worker_", "command", "node"
 GENERATING_S, CUT_S = 0.1, 3.0
 
 
@@ -38,6 +40,7 @@ class Killer:
         self.run_dir = Path(plan.with_name("run_dir").read_text())
         self.rank = int(os.environ["RANK"])
         (self.folder / f"pid_{self.rank}").write_text(str(os.getpid()))
+        (self.folder / f"pid_{WORKER}{self.rank}").write_text(os.environ.get(PARENT_PID, ""))
         self.plan = json.loads(plan.read_text())
         self.kill = self.next_kill()
         self.hits_servers = False
@@ -71,7 +74,10 @@ class Killer:
         came_further = self.wait_for_events(kill["ahead"]) if behind else ""
         with self.marker(kill).open("x") as marker:
             marker.write(str(came_further))
-        os.kill(self.pid_of(kill["victim"]), signal.SIGKILL)
+        if kill["victim"] == NODE:
+            (self.folder / NODE).touch()
+        else:
+            os.kill(self.pid_of(kill["victim"]), signal.SIGKILL)
         # The victim is another process: stay at this point until its death ends this rank, too.
         time.sleep(60)
         raise AssertionError(f"rank {self.rank} outlived kill {kill}")
