@@ -46,7 +46,8 @@ from rlhf.config.derived import (
     samples_per_step,
     sends_adapters,
 )
-from rlhf.config.rules.learning_rules import idle_coefficients, warmup_problems
+from rlhf.config.rules.idle_settings import idle_settings
+from rlhf.config.rules.learning_rules import warmup_problems
 from rlhf.config.secrets import masked
 from rlhf.data import PromptStream
 from rlhf.errors import UserError
@@ -159,7 +160,7 @@ def _warn_of_settings(config: Config, prompts: int) -> None:
             "trainer.save_freq=0: no checkpoint is saved, so the trained model is lost at the end. Set "
             "trainer.save_freq=N, which also saves the last step."
         )
-    for line in idle_coefficients(config):
+    for line in idle_settings(config):
         log.warning("%s", line)
     if prompts < (batch := config.data.train_batch_size):
         log.warning(

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from rlhf.compose import compose_config
+from rlhf.config.known_settings import SETTINGS
 from rlhf.config.library import Library
-from rlhf.config.rules.learning_rules import idle_coefficients
+from rlhf.config.rules.idle_settings import NEEDS, idle_settings
 from rlhf.config.rules.validate import validate
 from tests.support.commands import compose
 from tests.support.configurations import make, problems
@@ -597,11 +598,42 @@ def test_the_bound_of_ages_allows_what_async_steps_needs(typed, bound):
         ({"actor__kl_loss_coef": 0.05, "actor__use_kl_loss": True}, None),
         ({"algorithm__kl_ctrl__kl_coef": 0.05}, "kl_coef=0.05: has effect only with algorithm.use_kl_in_reward=true"),
         ({"actor__kl_loss_coef": 0.05}, "actor.kl_loss_coef=0.05: has effect only with actor.use_kl_loss=true"),
+        ({"algorithm__gamma": 0.9}, "algorithm.gamma=0.9: has effect only with algorithm.adv_estimator=gae"),
+        ({"algorithm__gamma": 0.9, "algorithm__adv_estimator": "reinforce_plus_plus"}, None),
+        ({"algorithm__gamma": 0.9, "algorithm__lam": 0.9, "algorithm__adv_estimator": "mine.py:estimator"}, None),
+        ({"algorithm__norm_adv_by_std_in_grpo": False, "algorithm__adv_estimator": "rloo"}, "norm_adv_by_std_in_grpo"),
+        ({"actor__clip_ratio_c": 2.0, "actor__policy_loss__loss_mode": "gspo"}, "clip_ratio_c=2.0: has effect only"),
+        ({"actor__clip_ratio_low": 0.1, "actor__policy_loss__loss_mode": "sapo"}, "clip_ratio_low=0.1: has effect"),
+        ({"actor__clip_ratio_low": 0.1, "actor__policy_loss__loss_mode": "gspo"}, None),
+        ({"actor__optim__min_lr_ratio": 0.1}, "set actor.optim.lr_scheduler_type=cosine, or actor.optim.min_lr_ratio"),
+        ({"critic__optim__min_lr_ratio": 0.1}, None),
+        ({"algorithm__rollout_correction__rollout_is_threshold": 3.0}, "rollout_is_threshold=3.0: has effect only"),
+        ({"algorithm__rollout_correction__rollout_is_threshold": 3.0, "rollout__async_steps": 1}, None),
+        ({"reward__overlong_buffer__penalty_factor": 0.5}, "reward.overlong_buffer.enable=true"),
+        ({"algorithm__filter_groups__metric": "seq_reward"}, "algorithm.filter_groups.enable=true"),
+        ({"ref__alpha": 0.5}, "ref.alpha=0.5: has effect only with ref.update_freq"),
+        ({"guards__max_events": 2, "guards__action": "stop"}, "guards.max_events=2: has effect only with guards"),
+        ({"reward_model__max_length": 64}, "reward_model.max_length=64: has effect only"),
     ],
 )
-def test_a_kl_coefficient_that_no_term_uses_is_a_warning(changes, line):
-    config = make(**changes)
-    validate(config, {})
-    lines = list(idle_coefficients(config))
+def test_a_setting_that_nothing_reads_is_a_warning(changes, line):
+    lines = list(idle_settings(make(**changes)))
     assert len(lines) == (line is not None)
     assert (line or "") in "".join(lines)
+
+
+def test_a_warning_proposes_settings_that_exist_and_help():
+    for keys, needs, holds in NEEDS:
+        assert set(keys) <= SETTINGS.keys()
+        algorithm = "algorithm=ppo" if needs.startswith("critic.") else "algorithm=grpo"
+        config = compose(algorithm, needs, "trainer.total_training_steps=3")
+        assert holds(config), needs
+
+
+@pytest.mark.parametrize("choice", ["recipes", "algorithm"])
+def test_recipes_and_algorithms_set_nothing_without_effect(choice):
+    library = Library.find(None)
+    for name in library.entries(choice):
+        required = ("model.path=x", "data.train_files=a.jsonl") if name == "minimal" else ()
+        config = compose(f"{choice}={name}", "trainer.total_training_steps=3", *required)
+        assert list(idle_settings(config)) == [], name

@@ -88,11 +88,3 @@ def kl_problems(config: Config) -> Iterator[str]:
             "algorithm.kl_ctrl.kl_coef=0: an adaptive coefficient is multiplied at each step, so 0 stays 0; "
             "set algorithm.kl_ctrl.kl_coef=0.001."
         )
-
-
-def idle_coefficients(config: Config) -> Iterator[str]:
-    """Yield one line per KL coefficient that no term uses: a warning, because scripts of verl set unused ones."""
-    if not config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef:
-        yield from without_effect(config, ["algorithm.kl_ctrl.kl_coef"], "algorithm.use_kl_in_reward=true")
-    if not config.actor.use_kl_loss and config.actor.kl_loss_coef:
-        yield from without_effect(config, ["actor.kl_loss_coef"], "actor.use_kl_loss=true")
