@@ -72,7 +72,7 @@ class FunctionCall:
         values = self._finished(self._function(**given))
         values = values.tolist() if hasattr(values, "tolist") else values
         if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(items):
-            what = f"{len(values)} scores" if isinstance(values, list | tuple) else f"{values!r}"
+            what = f"{len(values)} scores" if isinstance(values, list | tuple) else _shown(values)
             raise UserError(
                 f"{self._setting} returned {what} for {len(items)} samples. Return a list with one score each."
             )
@@ -135,7 +135,7 @@ class _Logged:
 
     def metric(self, name: str, value: float) -> None:
         """`log_metric` of TRL: record a number for all samples."""
-        self._numbers[str(name)] = _number(self._setting, value, f"{name}={value!r}")
+        self._numbers[str(name)] = _number(self._setting, value, f"{name}=")
 
     def added_to(self, score: Score, i: int) -> Score:
         notes = {name: as_note(values[i]) for name, values in self._notes.items()}
@@ -166,17 +166,15 @@ def as_score(value: Any, setting: str, may_abstain: bool = False) -> Score:
         return Score(None)
     if isinstance(value, tuple) and len(value) > 1:
         first, *rest = value
-        return Score(
-            _number(setting, first, repr(first)), notes={"metadata": as_note(rest[0] if len(rest) == 1 else rest)}
-        )
+        return Score(_number(setting, first), notes={"metadata": as_note(rest[0] if len(rest) == 1 else rest)})
     if not isinstance(value, dict):
-        return Score(_number(setting, value, repr(value)))
+        return Score(_number(setting, value))
     if "score" not in value:
-        raise UserError(f"{setting} returned a dict without 'score': {value!r}. Add this key.")
+        raise UserError(f"{setting} returned a dict without 'score': {_shown(value)}. Add this key.")
     others = {str(key): _plain(each) for key, each in value.items() if key != "score"}
-    numbers = {key: _number(setting, each, f"{key}={each!r}") for key, each in others.items() if isinstance(each, Real)}
+    numbers = {key: _number(setting, each, f"{key}=") for key, each in others.items() if isinstance(each, Real)}
     notes = {key: as_note(each) for key, each in others.items() if key not in numbers}
-    return Score(_number(setting, value["score"], f"score={value['score']!r}"), numbers, notes)
+    return Score(_number(setting, value["score"], "score="), numbers, notes)
 
 
 def _plain(value: Any) -> Any:
@@ -184,14 +182,25 @@ def _plain(value: Any) -> Any:
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
-def _number(setting: str, value: Any, shown: str) -> float:
+def _number(setting: str, value: Any, name: str = "") -> float:
+    """Return a finite number. `name`: what precedes another value in the message, such as `score=`."""
     value = _plain(value)
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise UserError(
-            f"{setting} returned {shown} ({type(value).__name__}). Return a finite number, or a dict with a "
-            "finite 'score'."
-        )
-    return float(value)
+    try:
+        if isinstance(value, Real) and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # an integer beyond the largest float
+        pass
+    raise UserError(
+        f"{setting} returned {name}{_shown(value)} ({type(value).__name__}). Return a finite number, or a dict with a "
+        "finite 'score'."
+    )
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):  # an integer of over 4300 digits, or a deep list
+        return f"a {type(value).__name__} that cannot be shown"
 
 
 def as_note(value: Any) -> Any:
@@ -199,7 +208,7 @@ def as_note(value: Any) -> Any:
     try:
         text = json.dumps(value, default=str)
     except (TypeError, ValueError, RecursionError):  # for example, a list contains itself
-        text = json.dumps(repr(value))
+        text = json.dumps(_shown(value))
     if len(text) > _LONGEST_NOTE:
         return (value if isinstance(value, str) else text)[:_LONGEST_NOTE] + " ..."
     return json.loads(text, parse_constant=str)

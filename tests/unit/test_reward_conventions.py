@@ -10,6 +10,7 @@ import pytest
 from rlhf.config import RewardConfig
 from rlhf.errors import UserError
 from rlhf.reward import RewardItem, RewardResult, build_reward
+from rlhf.reward.calls import as_score
 
 VERL = '''
 import asyncio
@@ -323,6 +324,25 @@ def test_notes_are_json_of_bounded_length(scored):
     assert result.notes["long"] == "x" * 10_000 + " ..."
     assert result.notes["of"].startswith("<class")
     assert RewardResult(**json.loads(json.dumps(dataclasses.asdict(result)))) == result
+
+
+@pytest.mark.parametrize(
+    "value",
+    [10**400, 10**5000, {"score": 10**400}, {"score": 1, "k": 10**5000}, (10**400, 1)],
+    ids=["number", "long", "score", "other", "first"],
+)
+def test_numbers_beyond_floats_are_one_message(value):
+    with pytest.raises(UserError, match=r"f\.py:f returned .*\(int\)\. Return a finite number"):
+        as_score(value, "f.py:f")
+
+
+def test_a_note_that_cannot_be_shown_is_a_text():
+    deep: list = []
+    for _ in range(5000):
+        deep = [deep]
+    assert as_score({"score": 1, "n": deep, "m": [10**5000]}, "f").notes == dict.fromkeys(
+        "nm", "a list that cannot be shown"
+    )
 
 
 def test_openrlhfs_signature_is_rejected_with_the_parameters_to_use(tmp_path):
