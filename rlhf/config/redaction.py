@@ -26,13 +26,13 @@ _COLUMN = re.compile(
 _WORDS = re.compile(r"[A-Za-z]{1,15}\d{0,2}([_.][A-Za-z]{0,15}\d{0,2}){0,3}")
 """Matches a value that may name a column of the data. Longer words may be generated keys."""
 SECRET = re.compile(
-    r"\b(?:sk-|github_pat_|glpat-)[\w-]{16,}"
+    r"\b(?:sk-|github_pat_|glpat-|AIza)[\w-]{16,}"
     r"|\b(?:hf|sk|gh[pousr]|xox[a-z]|AKIA)[_-]?[A-Za-z0-9-]{16,}"
     r"|\bBearer +[^\s'\",]+"
     r"|\b(?i:authorization)['\"]?\s*[:=]\s*['\"]?(?:\w+ +)?[^\s'\",]+"
 )
-"""Tokens of Hugging Face, OpenAI, Anthropic, GitHub, GitLab, Slack and AWS, and HTTP's authorization, anywhere in a
-text."""
+"""Tokens of Hugging Face, OpenAI, Anthropic, GitHub, GitLab, Google, Slack and AWS, and HTTP's authorization, anywhere
+in a text."""
 LOGIN = re.compile(r"(?<=://)(?:(?<!hdfs://)[^/\s?#]*[^/\s?#:]|[^/\s:@]*:[^/\s@]+)(?=@)")
 """Matches the login of a URL. It may be a token alone, except for HDFS, where it is the user's name."""
 _QUERY = re.compile(r"(?<=://)([^\s?]*\?)[^\s'\"`)>\]},;]+")

@@ -148,6 +148,7 @@ def test_queries_of_addresses_are_redacted():
         "sk-ant-api03-ab_c-defghi",
         "github_pat_11ABCDEFG0_abcdefghi",
         "glpat-abcd_12345678901",
+        "AIzaSyA_1234567890abcdef",
     ],
 )
 def test_whole_tokens_are_redacted(token):
