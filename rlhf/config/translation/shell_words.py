@@ -78,8 +78,8 @@ def tokens_of(script: str) -> Iterator[Token]:
         elif kind == "word" and target:
             if re.search("(?<!<)<<-?$", target):
                 tabs = "\t*" if target.endswith("-") else ""
-                end = re.escape(re.sub(r"[\\'\"]", "", text))
-                documents.append(re.compile(rf"^{tabs}{end}\r?$", re.MULTILINE))
+                word = re.escape(re.sub(r"[\\'\"]", "", text))
+                documents.append(re.compile(rf"^{tabs}{word}\r?$", re.MULTILINE))
             target = ""
         elif kind != "blank":
             yield Token(kind, text, line)
