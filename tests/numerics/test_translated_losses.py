@@ -27,8 +27,8 @@ def of_trl(new: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, given: di
     if kind == "cispo":
         losses = -torch.clamp(ratio, max=high).detach() * advantages * new
     elif kind == "sapo":
-        pair = given.get("sapo_temperature_pos", 1.0), given.get("sapo_temperature_neg", 1.05)
-        temperatures = torch.where(advantages > 0, *map(torch.tensor, pair))
+        positive, negative = given.get("sapo_temperature_pos", 1.0), given.get("sapo_temperature_neg", 1.05)
+        temperatures = torch.where(advantages > 0, positive, negative)
         losses = -torch.sigmoid(temperatures * (ratio - 1)) * 4 / temperatures * advantages
     else:
         bounded = torch.clamp(ratio, 1 - low, 1 + high)
