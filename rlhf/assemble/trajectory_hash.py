@@ -8,9 +8,8 @@ from typing import Any
 import xxhash
 
 import rlhf
+from rlhf.checkpoint.commit.user_files import USER_FILES, hash_of_value
 from rlhf.config import CheckpointConfig, LoraConfig
-from rlhf.config.agent_command import files_of
-from rlhf.config.user_functions import hash_of_files
 from rlhf.models.fingerprint import fingerprint
 
 
@@ -37,10 +36,8 @@ def trajectory_hash(
         "files": dict(fingerprints),
         # A resume reads the adapters of its checkpoint; only a start without checkpoints reads this folder.
         "adapters": fingerprint(adapters) if adapters and adapters.is_dir() else None,
-        "functions": hash_of_files(
-            [settings[key] for key in ("algorithm.adv_estimator", "actor.policy_loss.loss_mode")]
-            + settings["env.classes"]
-            + files_of(settings["env.command"])
-        ),
+        # Chat templates count with their content, too: they render the messages between turns. An edit after a kill
+        # before the first checkpoint once trained old turns after new prompts.
+        "user_files": {key: hash_of_value(key, settings[key]) for key in USER_FILES if key != "reward.functions"},
     }
     return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())

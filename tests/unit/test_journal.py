@@ -264,6 +264,21 @@ def test_functions_of_the_user_s_count_with_their_files(runs, tmp_path, which):
     assert again.results(UIDS) is None
 
 
+@pytest.mark.parametrize("section", ["env", "model"])
+def test_turns_of_another_chat_template_are_dropped(runs, tmp_path, section):
+    """Templates render the messages between turns, which the fingerprint of the prompts lacks."""
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages }}")
+    if section == "env":
+        runs.config.env.template = str(file)
+    else:
+        runs.config.model.chat_template = str(file)
+    fill(runs.at(3))
+    assert knows_all(runs.at(3))
+    file.write_text("{{ messages }} ")
+    assert runs.at(3).samples(UIDS) is None
+
+
 def test_only_steps_that_a_published_checkpoint_has_are_dropped(runs):
     for step in range(1, 7):
         fill(runs.at(step))
