@@ -1,5 +1,6 @@
 """Represents one episode as tokens: the policy's turns and the environment's answers. Makes no calls itself."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -87,6 +88,7 @@ class Episode:
         if self.kind.definition.is_agent:
             self.calls = [{"op": "start", "row": self.row, "vocabulary": self.limits.vocabulary}]
         self.turn = self.tool_calls = self.invalid_calls = 0
+        self._past = ""
         self.prompt_ids: list[int] = []
         self.response: list[int] = []
         self.conversation: list[dict[str, Any]] = []
@@ -104,9 +106,16 @@ class Episode:
         self._turn: tuple[Turn, list[int]] | None = None
 
     @property
-    def key(self) -> tuple[int, int, int, int]:
-        """Key of the next turn, or of the next calls, in the journal."""
-        return self.uid, self.sample, self.attempt, self.turn
+    def key(self) -> tuple[int, int, int, int, str]:
+        """Key of the next turn, or of the next calls, in the journal. It ends with a hash of all turns and replies.
+
+        If a record is damaged, or the number of ranks has changed, a turn or reply may differ from the journal's. The
+        hash then differs, too, so no later record is used: it would follow other tokens.
+        """
+        return self.uid, self.sample, self.attempt, self.turn, self._past
+
+    def _remember(self, content: bytes) -> None:
+        self._past = xxhash.xxh3_64_hexdigest(self._past.encode() + content)
 
     @property
     def rows(self) -> int:
@@ -117,15 +126,6 @@ class Episode:
     def operation(self) -> str:
         """Kind of the next calls: reset, tool, step or reward; start, answer or reward of an agent."""
         return str(self.calls[0]["op"])
-
-    @property
-    def asked(self) -> str:
-        """Name of the next calls in the journal: the operation, and a hash of the response so far.
-
-        After a change of the number of ranks, a turn's tokens may differ from the tokens in the journal. The hash then
-        differs, too, and the journal's replies are not used.
-        """
-        return f"{self.operation} {xxhash.xxh3_64_hexdigest(np.array(self.response, np.int32).tobytes())}"
 
     def request(self) -> Request:
         """Return the request for the policy's next turn, which continues the newest row."""
@@ -147,6 +147,7 @@ class Episode:
     def take_turn(self, made: Sample) -> None:
         """Append the policy's turn, whose new tokens are in `made`."""
         sampled = made.token_ids.tolist()
+        self._remember(np.array(sampled, np.int32).tobytes())
         before = len(self.response)
         self.response += sampled
         self._log_probs.append(made.log_probs)
@@ -181,6 +182,7 @@ class Episode:
     def take_replies(self, replies: Sequence[Reply]) -> None:
         """Continue the episode with the replies to `calls`."""
         operation, self.calls = self.operation, []
+        self._remember(json.dumps(replies).encode())
         if operation == "reset":
             self._chat = self.kind.chat_of(self.kind.definition.tools)
             self._start(_with_text(self.prompt.messages, self._chat.harmless(replies[0]["value"] or "")))

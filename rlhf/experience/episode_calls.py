@@ -72,12 +72,14 @@ class EpisodeCalls:
         for episode in episodes:
             while episode.phase is Stage.CALLS and episode not in self._begun and episode not in self._late:
                 journal = self._journal
-                outcome = None if journal is None else journal.calls(episode.key, episode.asked)
+                outcome = None if journal is None else journal.calls(episode.key, episode.operation)
                 if outcome is None:
                     job = partial(_outcome, episode.session, episode.calls, early=early)
                     self._begun[episode] = self._pool.submit(job)
                     continue
                 known.append(episode)
+                # An object that lives has made a call anew whose record was damaged. It lacks the calls of the records.
+                episode.session.drop()
                 if "failure" not in outcome:
                     episode.session.record(episode.calls, outcome["replies"], outcome["state"])
                 self._use({episode: outcome})
@@ -116,7 +118,7 @@ class EpisodeCalls:
 
     def _record(self, done: dict[Episode, Outcome]) -> None:
         if self._journal is not None and done:
-            self._journal.add_calls({(e.key, e.asked): outcome for e, outcome in done.items()})
+            self._journal.add_calls({(e.key, e.operation): outcome for e, outcome in done.items()})
 
     def _use(self, done: dict[Episode, Outcome]) -> None:
         for episode, outcome in done.items():

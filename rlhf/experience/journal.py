@@ -22,13 +22,13 @@ from rlhf.storage.layout import scan, step_of
 
 log = logging.getLogger(__name__)
 FOLDER = "journal"
-FORMAT = 5
+FORMAT = 6
 _Key = tuple[int, int]  # index of the generation within the step, and uid of the prompt
 _NAME = re.compile(r"step_(\d+)\.rank_(\d+)")
 
 
-EpisodeKey = tuple[int, int, int, int]
-"""Prompt's uid, sample, attempt and turn."""
+EpisodeKey = tuple[int, int, int, int, str]
+"""Prompt's uid, sample, attempt, turn, and a hash of the attempt's earlier turns and replies."""
 
 
 @dataclass
@@ -45,8 +45,14 @@ class _Stored:
 
     def update(self, other: "_Stored") -> None:
         """Add the records of `other`, which replace this object's records of the same prompts."""
+        self.drop_results(chain(other.newest, (uid for uid, *_ in other.turns)))
         for each in fields(self):
             getattr(self, each.name).update(getattr(other, each.name))
+
+    def drop_results(self, uids: Iterable[int]) -> None:
+        """Drop the rewards of older samples, turns or replies of these prompts."""
+        for uid in uids:
+            self.results.pop(uid, None)
 
 
 @dataclass(frozen=True)
@@ -159,8 +165,7 @@ class Journal:
                 records.samples_payload(self._generation, uid, of_prompt) for uid, of_prompt in samples.items()
             )
             self._known.newest |= dict.fromkeys(samples, self._generation)
-            for uid in samples:  # drop the rewards of older samples that these samples replace
-                self._known.results.pop(uid, None)
+            self._known.drop_results(samples)
 
     def add_results(self, results: Mapping[int, Sequence[RewardResult]]) -> None:
         """Append the rewards of prompts, by uid, durably.
@@ -177,10 +182,12 @@ class Journal:
     def add_turns(self, turns: Mapping[EpisodeKey, Sample]) -> None:
         """Append turns of episodes, each with its new tokens, durably."""
         self._append([records.turn_payload(key, sample) for key, sample in turns.items()])
+        self._known.drop_results(uid for uid, *_ in turns)
 
     def add_calls(self, outcomes: Mapping[tuple[EpisodeKey, str], dict[str, Any]]) -> None:
         """Append the outcomes of episodes' calls, by turn and operation, durably."""
         self._append([records.calls_payload(key, operation, found) for (key, operation), found in outcomes.items()])
+        self._known.drop_results(uid for (uid, *_), _ in outcomes)
 
     def drop_published(self, up_to: int) -> None:
         """Remove the files of steps up to the newest published checkpoint or `up_to`, whichever is earlier."""
@@ -245,16 +252,13 @@ class Journal:
         known = _Stored()
         for document, tail in (records.from_payload(payload) for payload in payloads[1:] if payload is not None):
             self._add_record(known, document, tail)
-        # A damaged record may be a call of an episode. The call is made again, and its reward may then differ. So drop
-        # the rewards of all episodes: their prompts are not in `newest`.
-        if None in payloads:
-            known.results = {uid: found for uid, found in known.results.items() if uid in known.newest}
         return known
 
     def _add_record(self, known: _Stored, document: dict[str, Any], tail: bytes) -> None:
         if "turn" in document:
-            uid, sample, attempt, turn = document["turn"]
-            key = uid, sample, attempt, turn
+            uid, sample, attempt, turn, past = document["turn"]
+            key = uid, sample, attempt, turn, past
+            known.drop_results([uid])
             if "arrays" in document:
                 (known.turns[key],) = records.samples_of(document, tail)
             else:
@@ -264,7 +268,7 @@ class Journal:
         if "arrays" in document:
             known.samples[document["call"], uid] = records.samples_of(document, tail)
             known.newest[uid] = document["call"]
-            known.results.pop(uid, None)
+            known.drop_results([uid])
         # Keep rewards only with the samples that they belong to, because the samples' record may be damaged.
         elif (known.newest.get(uid), self._scored_by) == (document["call"], document["scored_by"]):
             known.results[uid] = records.results_of(document)

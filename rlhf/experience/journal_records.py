@@ -61,13 +61,13 @@ def samples_payload(call: int, uid: int, samples: Sequence[Sample]) -> bytes:
     return to_payload({"call": call, "uid": uid, "arrays": layout_of(arrays)}, b"".join(to_bytes(arrays)))
 
 
-def turn_payload(key: Sequence[int], sample: Sample) -> bytes:
-    """Return the payload for a turn of an episode. `key` is uid, sample, attempt and turn."""
+def turn_payload(key: Sequence[int | str], sample: Sample) -> bytes:
+    """Return the payload for a turn of an episode. `key`: a `journal.EpisodeKey`."""
     arrays = to_arrays([sample])
     return to_payload({"turn": key, "arrays": layout_of(arrays)}, b"".join(to_bytes(arrays)))
 
 
-def calls_payload(key: Sequence[int], operation: str, outcome: dict[str, Any]) -> bytes:
+def calls_payload(key: Sequence[int | str], operation: str, outcome: dict[str, Any]) -> bytes:
     """Return the payload for the outcome of an episode's calls. `outcome` has only JSON values."""
     return to_payload({"turn": key, "operation": operation, "outcome": outcome})
 

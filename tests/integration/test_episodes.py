@@ -14,7 +14,7 @@ from rlhf.data import Prompt
 from rlhf.data.turns.chat_turns import ChatTurns
 from rlhf.environments.sessions import EnvironmentLate, EnvironmentPool, Session
 from rlhf.errors import UserError
-from rlhf.experience import episode_calls
+from rlhf.experience import episode_calls, journal_records
 from rlhf.experience.episode import EnvironmentClass, Episode, Stage
 from rlhf.experience.episode_groups import check_failures, fail_without_baseline, with_one_prompt
 from rlhf.experience.episodes import Asked, Episodes
@@ -233,6 +233,49 @@ def test_other_answers_to_repeated_calls_are_a_failure(pool, sampler, tmp_path):
     assert all("another result than before" in failure for failure in failures)
     # The retry begins a new episode, which is complete.
     assert all(episode.phase is Stage.DONE and episode.attempt == 1 for group in found for episode in group)
+
+
+def without_record(folder: Path, turn: int, operation: str) -> None:
+    """Damage the record of the first episode's reply after its `turn`th turn."""
+    (file,) = (folder / "journal").iterdir()
+    content = file.read_bytes()
+    payloads, _ = journal_records.payloads(content)
+    (found,) = [
+        payload for payload in payloads[1:] for document, _ in [journal_records.from_payload(payload or b"{}")]
+        if document["turn"][:4] == [100, 0, 0, turn] and document.get("operation", "").startswith(operation)
+    ]  # fmt: skip
+    file.write_bytes(content.replace(found, bytes(len(found))))
+
+
+def test_turns_after_a_damaged_reply_are_made_from_the_new_reply(pool, sampler, tmp_path):
+    """The environment answers differently when its call is made again, so journaled turns would follow other tokens."""
+    with pytest.raises(Crash), crash_at("env.turn", 3):
+        play(player(pool, sampler, "ForgetfulSums"), sampler, journal_at(tmp_path))
+    without_record(tmp_path, 1, "step")
+    contexts = list[list[int]]()
+
+    def generate(requests, *, version, step, listener):
+        contexts.extend(request.context for request in requests if (request.uid, request.sample) == (100, 0))
+        return sampler.generate(requests, version=version, step=step)
+
+    observing = SimpleNamespace(generate=generate, tokenizer=sampler.tokenizer, background=False)
+    episode = play(player(pool, observing, "ForgetfulSums"), observing, journal_at(tmp_path))[0][0]
+    assert not episode.failures
+    whole = episode.prompt_ids + episode.finished(0).token_ids.tolist()
+    assert len(contexts) == episode.turn - 1 == 2
+    assert all(whole[: len(context)] == context for context in contexts)
+
+
+@pytest.mark.parametrize("name", ["Sums", "UnsavedSums"])
+def test_an_object_whose_call_was_made_again_gets_the_calls_of_later_records(
+    name, pool, sampler, undisturbed, tmp_path
+):
+    with pytest.raises(Crash), crash_at("env.turn", 3):
+        play(player(pool, sampler, name), sampler, journal_at(tmp_path))
+    without_record(tmp_path, 1, "step")
+    sampler.sizes.clear()
+    assert facts(play(player(pool, sampler, name), sampler, journal_at(tmp_path))) == undisturbed[0]
+    assert sampler.sizes == []
 
 
 def test_siblings_draw_different_tokens(undisturbed):

@@ -264,6 +264,26 @@ def test_functions_of_the_user_s_count_with_their_files(runs, tmp_path, which):
     assert again.results(UIDS) is None
 
 
+def test_rewards_of_an_episode_belong_to_its_turns(runs):
+    """After a change of the number of ranks, or damage, an episode may have other turns than its journaled rewards."""
+    turns = {(4, 0, 0, 0, "past"): samples_of(4)[0]}
+    one = runs.at(3, rank=1, ranks=2)
+    one.add_turns(turns)
+    one.add_results({4: results_of(4)})
+    assert runs.at(3).results([4]) == [results_of(4)]
+    other = runs.at(3)
+    other.add_turns({(4, 0, 0, 0, "other past"): samples_of(4)[1]})
+    assert other.results([4]) is None
+    assert runs.at(3).results([4]) is None
+    again = runs.at(3, rank=0, ranks=2)
+    again.open_episodes([4, 5])  # reads the file of rank 1, too
+    assert again.turns([*turns]) == [*turns.values()]
+    assert again.results([4]) is None
+    again.add_results({4: results_of(4)})
+    again.add_calls({((4, 0, 0, 1, "past"), "step"): {"replies": [], "state": None}})
+    assert runs.at(3).results([4]) is None
+
+
 @pytest.mark.parametrize("section", ["env", "model"])
 def test_turns_of_another_chat_template_are_dropped(runs, tmp_path, section):
     """Templates render the messages between turns, which the fingerprint of the prompts lacks."""
