@@ -75,6 +75,8 @@ class Episode:
     """Returns a new `Session` with the given name."""
     attempt: int = 0
     failures: list[str] = field(default_factory=list)
+    failed_calls: list[tuple[tuple[int, int, int, int, str], str]] = field(default_factory=list)
+    """Key and operation of the calls that ended an attempt."""
     session: Session = field(init=False)
     phase: Stage = field(init=False)
 

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from rlhf.environments.sessions import Call, EnvironmentFailed, EnvironmentLate, EnvironmentPool, Session
+from rlhf.errors import UserError
 from rlhf.events import announce
 from rlhf.experience.episode import Episode, Stage, new_part
 from rlhf.experience.journal import Journal
@@ -121,11 +122,21 @@ class EpisodeCalls:
             self._journal.add_calls({(e.key, e.operation): outcome for e, outcome in done.items()})
 
     def _use(self, done: dict[Episode, Outcome]) -> None:
-        for episode, outcome in done.items():
-            if "failure" in outcome:
-                episode.fail(outcome["failure"])
-            else:
-                episode.take_replies(outcome["replies"])
+        calls = [(episode.key, episode.operation) for episode in done]
+        for call, (episode, outcome) in zip(calls, done.items(), strict=True):
+            failures = len(episode.failures)
+            try:
+                if "failure" in outcome:
+                    episode.fail(outcome["failure"])
+                else:
+                    episode.take_replies(outcome["replies"])
+            except UserError:
+                # The same command must work once the environment is corrected.
+                if self._journal is not None:
+                    self._journal.forget_calls(calls)
+                raise
+            if len(episode.failures) > failures:
+                episode.failed_calls.append(call)
 
 
 def asked_turns(episodes: Sequence[Episode], requests: Sequence[Request]) -> AskedTurns:

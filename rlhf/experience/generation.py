@@ -11,10 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from rlhf.algorithms.shaping import overlong_penalty
 from rlhf.config import OverlongBufferConfig
 from rlhf.data import DrawnPrompt
+from rlhf.errors import UserError
 from rlhf.events import REWARD, announce, report
 from rlhf.experience.begun import Begun, replaced
 from rlhf.experience.early_scores import EarlyScores
-from rlhf.experience.episode import Episode
+from rlhf.experience.episode import Episode, Stage
 from rlhf.experience.episode_groups import (
     check_failures,
     count,
@@ -169,7 +170,14 @@ class Generation:
         if self.greedy_baseline:
             fail_without_baseline(played, n)
         self._warn_of_rows(everyone, config.max_rows)
-        check_failures(everyone, config.max_failed, self.coordinator)
+        try:
+            check_failures(everyone, config.max_failed, self.coordinator)
+        except UserError:
+            # The same command must work once the environments do, so it must not find these failures in the journal.
+            if self.journal is not None:
+                failed = (episode for episode in everyone if episode.phase is Stage.FAILED)
+                self.journal.forget_calls(call for episode in failed for call in episode.failed_calls)
+            raise
         count(stats, everyone)
         functions = self._episode_results(drawn, played, stats)
         groups = []

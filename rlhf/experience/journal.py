@@ -150,7 +150,7 @@ class Journal:
 
     def calls(self, key: EpisodeKey, operation: str) -> dict[str, Any] | None:
         """Return the outcome of an episode's calls as it was added, or None."""
-        return self._known.calls.get((key, operation))
+        return self._known.calls.get((key, operation)) or None  # `forget_calls` leaves an empty outcome
 
     def results(self, uids: Sequence[int]) -> list[list[RewardResult]] | None:
         """Return the rewards of the samples or episodes of each prompt, or None if any prompt has none."""
@@ -188,6 +188,11 @@ class Journal:
         """Append the outcomes of episodes' calls, by turn and operation, durably."""
         self._append([records.calls_payload(key, operation, found) for (key, operation), found in outcomes.items()])
         self._known.drop_results(uid for (uid, *_), _ in outcomes)
+
+    def forget_calls(self, calls: Iterable[tuple[EpisodeKey, str]]) -> None:
+        """Forget outcomes that end the run with an error, so that the next start makes these calls again."""
+        if found := {call: dict[str, Any]() for call in calls}:
+            self.add_calls(found)
 
     def drop_published(self, up_to: int) -> None:
         """Remove the files of steps up to the newest published checkpoint or `up_to`, whichever is earlier."""

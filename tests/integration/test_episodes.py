@@ -278,6 +278,25 @@ def test_an_object_whose_call_was_made_again_gets_the_calls_of_later_records(
     assert sampler.sizes == []
 
 
+def test_a_reply_that_ended_the_run_is_not_used_again(sampler, tmp_path):
+    """A service may have begun the episode with too long a text. The same command must work once it is shorter."""
+    short, file = tmp_path / "short", tmp_path / "long.py"
+    file.write_text(
+        "import os\nfrom rlhf.environments import free_text\n\n\nclass Long:\n    def reset(self, **row):\n"
+        f"        return None if os.path.exists({str(short)!r}) else '9 ' * 90\n\n"
+        "    @free_text\n    def step(self, text):\n        return None, 1.0\n"
+    )
+    config = EnvConfig(classes=[f"{file}:Long"], timeout_s=60, writable=[str(tmp_path)])  # so it can read the file, too
+    one = EnvironmentPool(config).start()
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"data\.max_prompt_length"):
+            play(player(one, sampler, "Long"), sampler, journal_at(tmp_path))
+    short.touch()
+    found = play(player(one, sampler, "Long"), sampler, journal_at(tmp_path))
+    one.close()
+    assert all(episode.phase is Stage.DONE and not episode.failures for group in found for episode in group)
+
+
 def test_siblings_draw_different_tokens(undisturbed):
     tokens = [tokens for _, tokens, *_ in undisturbed[0]]
     assert len(set(tokens[:3])) > 1

@@ -53,6 +53,35 @@ def test_a_step_without_a_score_ends_the_run_until_the_function_is_corrected(slo
     assert history[0]["reward/timeouts"] < 4
 
 
+def test_failures_that_ended_the_run_are_not_repeated_from_the_journal(tmp_path):
+    """On two ranks. The environment's service is down, and the same command works once it is up."""
+    up, file = tmp_path / "up", tmp_path / "down.py"
+    file.write_text(
+        "import os\nfrom rlhf.environments import free_text\n\n\nclass Down:\n    def reset(self, **row):\n"
+        "        return None\n\n    @free_text\n    def step(self, text):\n"
+        f"        if not os.path.exists({str(up)!r}):\n"
+        "            raise ConnectionError('no service')\n        return None, float(len(text))\n"
+    )
+    settings = [
+        "recipes=env_guess",
+        f"env.classes=[{file}:Down]",
+        "checkpoint.journal=true",
+        "data.val_files=null",
+        f"env.writable=[{tmp_path}]",
+    ]
+    tmp_path.chmod(0o777)
+    settings += [f"trainer.default_local_dir={tmp_path}", "trainer.experiment_name=down", "trainer.nproc=2"]
+    command = [*settings, "trainer.device=cpu", "trainer.threads_per_rank=1", "trainer.test_freq=0", *LITTLE]
+    for _ in range(2):
+        end = train_forked(command)
+        assert end.code == EXIT_USER_ERROR, end.output
+        says(end.output, "4 of 4 samples failed", "env.max_failed", "no service")
+    up.touch()
+    end = train_forked(command)
+    assert end.code == EXIT_DONE, end.output
+    assert records(tmp_path / "rlhf" / "down")[0]["perf/env_failures"] == 0
+
+
 def test_an_evaluation_without_a_score_has_no_result(slow, sums, tmp_path):
     command = [str(TINY_POLICY), f"data.val_files={sums}", "data.val_max_samples=3", "reward.timeout_s=1"]
     command += [f"reward.functions=[{slow}:score]", f"trainer.default_local_dir={tmp_path}"]
