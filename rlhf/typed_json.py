@@ -18,6 +18,8 @@ _KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 """Maps a name to a type, its encoder and its decoder. A datetime is a date, too, so it comes first."""
 _DICT = "dict"
+MOST_LEVELS = 100
+"""Most levels of lists and dicts in JSON of users' code. Python's recursion limit would end the rank at about 470."""
 
 
 def dumps(value: Any) -> str:
@@ -46,6 +48,17 @@ def plain(value: Any) -> Any:
         if isinstance(value, kind):
             return {_TYPE: name, _VALUE: encode(value)}
     return str(value)
+
+
+def is_deep(value: Any, most: int = MOST_LEVELS) -> bool:
+    """Return whether lists and dicts are nested more than `most` levels deep."""
+    level = [value]
+    for _ in range(most + 1):
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = [each for values in inner for each in values]
+        if not level:
+            return False
+    return True
 
 
 def _decoded(found: dict[str, Any]) -> Any:

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from itertools import islice
 from typing import Any
 
+from rlhf import typed_json
 from rlhf.config import DataConfig, EnvConfig, RewardConfig
 from rlhf.config.schema.reward import VERIFIERS
 from rlhf.data import procedural
@@ -32,9 +33,6 @@ log = logging.getLogger(__name__)
 NO_ENVIRONMENTS = EnvConfig()
 EARLY_CHECK_S = 0.7
 """Before models load, check rows of a set for at most this many seconds. Later the ranks check all rows."""
-
-MOST_LEVELS = 200
-"""Largest depth of a row's values. Encoding a row recurses, and Python stops at about 1000 nested calls."""
 
 _TRAIN, _VAL, _GYM = "data.train_files", "data.val_files", "data.reasoning_gym"
 
@@ -194,9 +192,9 @@ def _rows(data: DataConfig, reward: RewardConfig, env: EnvConfig, records: Itera
     rewards, wanted, need_answer = reward.functions, _wanted(reward, env), _need_answer(reward.functions)
     resets = reset_arguments(env)
     for index, (label, where, given) in enumerate(records):
-        if deep := next((name for name, value in given.items() if _is_deep(value, MOST_LEVELS)), None):
+        if deep := next((name for name, value in given.items() if typed_json.is_deep(value)), None):
             raise UserError(
-                f"{where}: column {deep!r} has over {MOST_LEVELS} levels of lists and mappings, which reward processes "
+                f"{where}: column {deep!r} has over {typed_json.MOST_LEVELS} levels of lists and mappings, which reward processes "
                 "cannot receive. Flatten it, or store it as a JSON text."
             )
         record = with_last_turn_as_answer(given, where, data) if data.last_turn_as_answer else given
@@ -206,13 +204,6 @@ def _rows(data: DataConfig, reward: RewardConfig, env: EnvConfig, records: Itera
         check_reset(env, resets, record, row.extra_info, where)
         row = replace(row, columns=wanted.of_record(record, data.prompt_key, where))
         yield with_system_prompt(row, data.system_prompt)
-
-
-def _is_deep(value: Any, most: int) -> bool:
-    """Return whether lists and mappings are nested more than `most` times in `value`."""
-    if not isinstance(value, list | dict):
-        return False
-    return most == 0 or any(_is_deep(each, most - 1) for each in (value.values() if isinstance(value, dict) else value))
 
 
 def _need_answer(rewards: Sequence[str]) -> bool:

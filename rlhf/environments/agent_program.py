@@ -21,6 +21,7 @@ from rlhf.environments.chat_endpoint import CHAT, ChatEndpoint, PendingRequest
 from rlhf.environments.chat_protocol import Conversation, Fork, Message, RejectedRequest, Start
 from rlhf.environments.token_protocol import TokenHistory
 from rlhf.storage.files import make_new_dir
+from rlhf.typed_json import MOST_LEVELS, is_deep
 
 _LONGEST_OUTPUT = 4000
 """Maximum number of characters of a program's output in an error message."""
@@ -141,7 +142,9 @@ class ServedAgent:
             if event.path != self._path:
                 self._history = Conversation() if event.path == CHAT else TokenHistory(self._vocabulary)
                 self._path = event.path
-            new = self._history.take(event.body)
+            new = None if event.too_deep else self._history.take(event.body)
+            if event.too_deep or is_deep(new):  # also the arguments of calls, which are texts in the body
+                raise RejectedRequest(f"its JSON is nested more than {MOST_LEVELS} levels deep. Send flatter JSON")
         except RejectedRequest as error:
             event.reject(str(error))
             raise RejectedRequest(f"a request of the program was rejected: {error}") from error

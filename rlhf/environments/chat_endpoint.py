@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf.environments.chat_protocol import chunks
 from rlhf.environments.token_protocol import token_chunks
+from rlhf.typed_json import is_deep
 
 CHAT = "/v1/chat/completions"
 STREAMS = {CHAT: chunks, "/inference/v1/generate": token_chunks}
@@ -28,6 +29,8 @@ class PendingRequest:
 
     path: str
     body: Any
+    too_deep: bool = False
+    """Whether the body is nested too deeply; `body` is then None."""
     overlaps: bool = False
     """Whether the request came before the answer to another request."""
     answer: dict[str, Any] | None = None
@@ -68,9 +71,8 @@ class ChatEndpoint:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_address[1]}/v1"
 
-    def ask(self, path: str, body: Any) -> dict[str, Any]:
+    def ask(self, pending: PendingRequest) -> dict[str, Any]:
         """Queue a request and return its answer."""
-        pending = PendingRequest(path, body)
         with self._lock:
             if self._closed:
                 pending.end()
@@ -147,7 +149,9 @@ class _ChatHandler(BaseHTTPRequestHandler):
             body = json.loads(content)
         except (ValueError, RecursionError):
             body = None
-        self._answer(body, self.server.endpoint.ask(self.path, body))
+        deep = is_deep(body)
+        pending = PendingRequest(self.path, None if deep else body, too_deep=deep)
+        self._answer(body, self.server.endpoint.ask(pending))
 
     def _drain(self, left: int) -> None:
         """Read the body, else the client would not read the answer."""

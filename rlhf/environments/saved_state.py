@@ -2,7 +2,8 @@
 
 Plain values are None, bool, int, float, str, lists, tuples and dicts of these with keys of type str, and
 `random.Random`. The state is JSON, so that loading it executes no code. An object with other attributes cannot be
-saved. Neither can an object that refers twice to the same list or dict, or whose attributes exceed `MOST_BYTES`.
+saved. Neither can an object that refers twice to the same list or dict, or whose attributes exceed `MOST_BYTES` or
+`typed_json.MOST_LEVELS`.
 """
 
 import json
@@ -30,11 +31,17 @@ def saved(environment: Any, *, attributes: bool = True) -> dict[str, Any] | None
     `attributes`: save the attributes of an object that has no `state_dict`.
 
     Raises:
-        TypeError: `state_dict` returns values that JSON lacks, or more than `MOST_BYTES` of JSON.
+        TypeError: `state_dict` returns values that JSON lacks, or JSON of more than `MOST_BYTES` or `MOST_LEVELS`.
     """
     if callable(getattr(environment, "state_dict", None)):
         state = environment.state_dict()
-        text = typed_json.dumps(state)
+        try:
+            text = typed_json.dumps(state)
+            too_deep = typed_json.is_deep(state)
+        except RecursionError:
+            too_deep = True
+        if too_deep:
+            raise TypeError(f"state_dict returned more than {typed_json.MOST_LEVELS} levels of lists and dicts")
         if not _same(typed_json.loads(text), state):
             raise TypeError(
                 "state_dict must return texts, numbers, lists and dicts, which JSON keeps: no NaN, no tuples, no other "
@@ -50,9 +57,10 @@ def saved(environment: Any, *, attributes: bool = True) -> dict[str, Any] | None
     if not attributes or any("__slots__" in vars(kind) or not kind.__flags__ & _HEAP_TYPE for kind in kinds):
         return None
     try:
-        return {"attributes": _Encoder().encoded(vars(environment))}
+        encoded = _Encoder().encoded(vars(environment))
     except (_NotPlainError, RecursionError):  # nested too deep
         return None
+    return None if typed_json.is_deep(encoded) else {"attributes": encoded}
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -132,6 +132,8 @@ class Session:
         try:
             if not isinstance(reply, dict) or reply.pop("number", None) != number or not _is_valid(call["op"], reply):
                 raise ValueError
+            if typed_json.is_deep(reply, typed_json.MOST_LEVELS + 10):  # the reply has its value some levels below
+                raise ValueError
             reply = {name: value if name == "state" else _encodable(value) for name, value in reply.items()}
         except (ValueError, RecursionError):
             self.pool.kill(self._process)

@@ -242,7 +242,9 @@ WRONG = {
     "no_number": ("RLHF_REWARD_FILE", "'good'", "finite number"),
     "no_reward": ("wrote no reward", "reward.functions"),
     "pipe": ("RLHF_REWARD_FILE is not a file",),
-    "nested": ("start gave no valid reply",),
+    "nested": ("rejected", "nested more than 100 levels"),
+    "nested_more": ("rejected", "nested more than 100 levels"),
+    "nested_call": ("rejected", "nested more than 100 levels"),
     "unsupported": ("rejected", "n=2 is not supported"),
 }
 

@@ -99,12 +99,30 @@ def pipe() -> None:
     os.mkfifo(os.environ["RLHF_REWARD_FILE"])
 
 
-def nested() -> None:
+def nested(levels: int = 480) -> None:
     tool = json.loads(json.dumps(CALC))
     inner = tool["function"]["parameters"]["properties"]["expression"]
-    for _ in range(600):
+    for _ in range(levels):
         inner["items"] = inner = {}
-    ask(ROW["messages"], tools=[tool])
+    try:
+        ask(ROW["messages"], tools=[tool])
+    except urllib.error.HTTPError as error:
+        sys.exit(f"{error.code} {error.read().decode()}")
+
+
+def nested_more() -> None:
+    nested(900)
+
+
+def nested_call() -> None:
+    """Send the result of a call whose arguments are nested: they are a text in the request."""
+    call = {"id": "123456789", "type": "function", "function": {"name": "calc"}}
+    call["function"]["arguments"] = '{"a": ' + "[" * 480 + "]" * 480 + "}"
+    messages = [*ROW["messages"], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    try:
+        ask([*messages, {"role": "tool", "tool_call_id": "123456789", "content": "1"}], tools=[CALC])
+    except urllib.error.HTTPError as error:
+        sys.exit(f"{error.code} {error.read().decode()}")
 
 
 def silent() -> None:

@@ -460,12 +460,12 @@ def test_reasoning_gym_without_training_problems_left(tokenizer):
 
 
 @pytest.mark.parametrize("column", ["answer", "other", "prompt"])
-@pytest.mark.parametrize("levels", [201, 600, 900])
+@pytest.mark.parametrize("levels", [101, 600, 900])
 def test_deep_rows_are_rejected_before_anything_loads(column, levels, tmp_path):
     """Such a row reached the first call of a reward function, which recursed too deeply at each restart."""
     row = json.dumps(PLAIN | {column: 0}).replace(": 0", f": {'[' * levels}{']' * levels}")
     config = config_of(jsonl(tmp_path / "t.jsonl", PLAIN, row), function="math_verify")
-    says(user_error(check_sources, config.data, config.reward, 1), "t.jsonl line 2", f"column '{column}' has over 200")
+    says(user_error(check_sources, config.data, config.reward, 1), "t.jsonl line 2", f"column '{column}' has over 100")
 
 
 def test_rows_of_many_levels_are_read(tmp_path):

@@ -145,7 +145,7 @@ def test_nothing_that_the_policy_writes_raises(name, text):
 
 
 def test_deep_lists_and_long_numbers_are_invalid():
-    for value in ("[" * 100_000, "1" * 10_000):
+    for value in ("[" * 100_000, "1" * 10_000, '{"a": ' + "[" * 300 + "]" * 300 + "}}"):
         (call,) = actions("hermes", f'<tool_call>{{"name": "add", "arguments": {value}</tool_call>')
         assert isinstance(call, InvalidCall)
         (call,) = actions("plain", f"<add({value})>")

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf.typed_json import is_deep
+
 BROKEN_JSON = (ValueError, RecursionError)
 """Errors of `json.loads`: invalid JSON, a number that is too long, lists that are nested too deeply."""
 NO_NAME = "unknown"
@@ -190,7 +192,7 @@ def _is_text(values: Any) -> bool:
         json.dumps(values, ensure_ascii=False).encode()
     except (ValueError, TypeError, RecursionError):
         return False
-    return True
+    return not is_deep(values)
 
 
 def _made_id(text: str, position: int) -> str:
