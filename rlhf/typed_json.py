@@ -52,12 +52,12 @@ def plain(value: Any) -> Any:
 
 def is_deep(value: Any, most: int = MOST_LEVELS) -> bool:
     """Return whether lists and dicts are nested more than `most` levels deep."""
-    level = [value]
+    inside = [value]
     for _ in range(most + 1):
-        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
-        level = [each for values in inner for each in values]
+        level = [each for each in inside if isinstance(each, dict | list)]
         if not level:
             return False
+        inside = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
     return True
 
 

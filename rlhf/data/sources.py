@@ -194,8 +194,8 @@ def _rows(data: DataConfig, reward: RewardConfig, env: EnvConfig, records: Itera
     for index, (label, where, given) in enumerate(records):
         if deep := next((name for name, value in given.items() if typed_json.is_deep(value)), None):
             raise UserError(
-                f"{where}: column {deep!r} has over {typed_json.MOST_LEVELS} levels of lists and mappings, which reward processes "
-                "cannot receive. Flatten it, or store it as a JSON text."
+                f"{where}: column {deep!r} has over {typed_json.MOST_LEVELS} levels of lists and mappings, which "
+                "reward processes cannot receive. Flatten it, or store it as a JSON text."
             )
         record = with_last_turn_as_answer(given, where, data) if data.last_turn_as_answer else given
         row = parse_row(record, index, where, label, data, need_answer)

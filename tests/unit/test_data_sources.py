@@ -469,6 +469,6 @@ def test_deep_rows_are_rejected_before_anything_loads(column, levels, tmp_path):
 
 
 def test_rows_of_many_levels_are_read(tmp_path):
-    row = json.dumps(PLAIN | {"extra_info": {"deep": 0}}).replace(": 0", f": {'[' * 199}{']' * 199}")
+    row = json.dumps(PLAIN | {"extra_info": {"deep": 0}}).replace(": 0", f": {'[' * 98}{']' * 98}")
     config = config_of(jsonl(tmp_path / "t.jsonl", row))
     assert check_sources(config.data, config.reward, 1) is not None
