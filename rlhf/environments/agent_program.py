@@ -128,10 +128,12 @@ class ServedAgent:
 
     def _next(self) -> list[Message] | list[int] | Start | Fork | None:
         """Wait for the program's next request. Return its new messages or tokens, its history, or None at the end."""
-        # A client that did not wait for its answer sends the same request again.
+        # A client that has received no answer sends the same request again.
         while (event := self._events.get()) is not None and self._last and event.repeats(self._last):
             assert self._last.answer is not None
             event.reply(self._last.answer)
+            if not event.lost:
+                self._last = event  # once this answer is delivered, an equal request is a new one
         if event is None:
             if self._code:
                 raise _FailedError(self._ended(f"with exit code {self._code}"))

@@ -4,6 +4,8 @@ import hmac
 import json
 import queue
 import secrets
+import select
+import socket
 import socketserver
 import threading
 from dataclasses import dataclass, field
@@ -19,6 +21,8 @@ STREAMS = {CHAT: chunks, "/inference/v1/generate": token_chunks}
 """The paths of requests to the policy, each with a function that streams an answer."""
 MAX_REQUEST_BYTES = 1 << 22
 """Largest request. As ASCII JSON it is up to three times as long, and must fit into `sessions.MAX_REPLY_BYTES`."""
+RETRIES = "x-stainless-retry-count"
+"""The header in which OpenAI's client counts how often it has sent a request before."""
 IDLE_S = 600.0
 """Seconds after which the server closes a connection that sends nothing."""
 
@@ -33,12 +37,23 @@ class PendingRequest:
     """Whether the body is nested too deeply; `body` is then None."""
     overlaps: bool = False
     """Whether the request came before the answer to another request."""
+    is_retry: bool = False
+    """Whether the client says that it sends the request again."""
+    connection: socket.socket | None = None
+    lost: bool = False
+    """Whether the client closed its connection before it received the answer."""
     answer: dict[str, Any] | None = None
     """The completion, or `error`."""
     done: threading.Event = field(default_factory=threading.Event)
 
     def repeats(self, other: "PendingRequest") -> bool:
-        return (self.path, self.body) == (other.path, other.body)
+        """Return whether a client sends `other` again, because it has no answer. Otherwise an equal request is new."""
+        is_retry = self.is_retry or other.lost or self.lost  # requests of closed connections may arrive late
+        return is_retry and (self.path, self.body) == (other.path, other.body)
+
+    def look(self) -> None:
+        """Set `lost` if the client has closed its connection. The answer must not be sent yet."""
+        self.lost = self.lost or (self.connection is not None and _is_closed(self.connection))
 
     def reply(self, answer: dict[str, Any]) -> None:
         self.answer = answer
@@ -77,11 +92,14 @@ class ChatEndpoint:
             if self._closed:
                 pending.end()
             else:
+                for each in (*self._waiting, pending):
+                    each.look()
                 pending.overlaps = any(not (pending.repeats(each) or each.done.is_set()) for each in self._waiting)
                 self._waiting.append(pending)
                 self._requests.put(pending)
         pending.done.wait()
         with self._lock:
+            pending.look()
             if pending in self._waiting:
                 self._waiting.remove(pending)
         assert pending.answer is not None
@@ -150,8 +168,16 @@ class _ChatHandler(BaseHTTPRequestHandler):
         except (ValueError, RecursionError):
             body = None
         deep = is_deep(body)
-        pending = PendingRequest(self.path, None if deep else body, too_deep=deep)
-        self._answer(body, self.server.endpoint.ask(pending))
+        is_retry = self.headers.get(RETRIES, "0") != "0"
+        pending = PendingRequest(
+            self.path, None if deep else body, too_deep=deep, is_retry=is_retry, connection=self.connection
+        )
+        answer = self.server.endpoint.ask(pending)
+        try:
+            self._answer(body, answer)
+        except OSError:
+            pending.lost = True
+            raise
 
     def _drain(self, left: int) -> None:
         """Read the body, else the client would not read the answer."""
@@ -186,6 +212,16 @@ class _ChatHandler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: the episode's record has all requests, and log lines would fill the terminal."""
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """Return whether the client has closed its connection. Reads nothing, and does not wait."""
+    try:
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        return bool(poll.poll(0)) and not connection.recv(1, socket.MSG_PEEK)
+    except OSError:  # for example, the client has reset the connection
+        return True
 
 
 def _unknown(path: str) -> tuple[int, dict[str, Any]]:

@@ -196,6 +196,17 @@ def test_a_crash_changes_no_bit_of_a_forked_episode(sampler, tmp_path):
         assert crashes >= 9
 
 
+def test_an_equal_request_after_its_answer_is_a_new_row(sampler, tmp_path):
+    """Agents ask again for a better answer, or for the best of several. A killed run repeats the same turns."""
+    with agent("best") as pool:
+        groups = play(pool, sampler)
+        assert [(e.phase, e.turn, e.rows) for group in groups for e in group] == [(Stage.DONE, 4, 4)] * 6
+        assert any(e.rewards[0] > 1 for group in groups for e in group)
+        with pytest.raises(Crash), crash_at("env.turn", 3):
+            play(pool, sampler, journal=journal_at(tmp_path))
+        assert facts(play(pool, sampler, journal=journal_at(tmp_path))) == facts(groups)
+
+
 def test_the_rows_of_an_episode_are_limited(sampler):
     with agent("compacts", max_rows=3) as pool:
         for group in play(pool, sampler):
@@ -228,7 +239,7 @@ def test_a_program_sends_the_same_requests_when_it_starts_again(behavior, networ
         assert facts(play(one, sampler)) == facts(play(other, sampler))
 
 
-@pytest.mark.parametrize("behavior", ["late", "again", "steal"])
+@pytest.mark.parametrize("behavior", ["late", "again", "impatient", "steal"])
 def test_each_program_has_its_own_reward(behavior, sampler):
     with agent(behavior) as pool:
         for group in play(pool, sampler):
@@ -239,6 +250,7 @@ WRONG = {
     "silent": ("without a request", "nothing to do"),
     "crash": ("exit code 1", "ValueError: the agent burnt"),
     "twice": ("rejected: ", "before the answer to another request"),
+    "same_at_once": ("rejected: ", "before the answer to another request"),
     "no_number": ("RLHF_REWARD_FILE", "'good'", "finite number"),
     "no_reward": ("wrote no reward", "reward.functions"),
     "pipe": ("RLHF_REWARD_FILE is not a file",),
@@ -356,7 +368,7 @@ def test_a_crash_changes_no_bit_of_an_episode_of_token_ids(sampler, tmp_path):
 def test_a_repeated_request_of_token_ids_has_one_answer(sampler):
     with token_agent("repeat") as pool:
         for group in play(pool, sampler):
-            assert [(e.phase, e.turn, e.rewards) for e in group] == [(Stage.DONE, 1, [1.0])] * 3
+            assert [(e.phase, e.turn, e.rows, e.rewards) for e in group] == [(Stage.DONE, 2, 2, [1.0])] * 3
 
 
 @pytest.mark.parametrize(("behavior", "settings", "turns"), [("flood", {"max_turns": 2}, 2), ("large", {}, 1)])

@@ -26,11 +26,19 @@ CALC = {
 }
 
 
-def ask(messages: list[dict], key: str = os.environ["OPENAI_API_KEY"], **more: object) -> dict:
+def ask(
+    messages: list[dict],
+    key: str = os.environ["OPENAI_API_KEY"],
+    retries: int = 0,
+    timeout: float | None = None,
+    **more: object,
+) -> dict:
+    """`retries`: how often OpenAI's client would say that it has sent the request before."""
     body = json.dumps({"model": "policy", "messages": messages, **more}).encode()
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    headers["x-stainless-retry-count"] = str(retries)
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
-    with urllib.request.urlopen(request) as answer:
+    with urllib.request.urlopen(request, timeout=timeout) as answer:
         return json.load(answer)["choices"][0]["message"]
 
 
@@ -68,10 +76,34 @@ def late() -> None:
 
 
 def again() -> None:
-    """Send the same request twice, as a client does that did not wait for the answer."""
+    """Send the same request twice, as OpenAI's client does that did not wait for the answer."""
     first = ask(ROW["messages"])
-    assert ask(ROW["messages"]) == first
+    assert ask(ROW["messages"], retries=1) == first
     reward(1)
+
+
+def impatient() -> None:
+    """Close the connection before the answer, twice, and send the same request again."""
+    for _ in range(2):
+        try:
+            ask(ROW["messages"], timeout=0.001)
+        except TimeoutError:
+            continue
+        raise AssertionError("an answer within a millisecond")
+    ask(ROW["messages"])
+    reward(1)
+
+
+def best() -> None:
+    """Ask the same question four times."""
+    answers = [ask(ROW["messages"])["content"] for _ in range(4)]
+    reward(len(set(answers)))
+
+
+def same_at_once() -> None:
+    """Ask the same question twice at the same time."""
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(ask, [ROW["messages"]] * 2))
 
 
 def steal() -> None:

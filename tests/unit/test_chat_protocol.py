@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 
-from rlhf.environments.chat_endpoint import MAX_REQUEST_BYTES, ChatEndpoint
+from rlhf.environments.chat_endpoint import MAX_REQUEST_BYTES, RETRIES, ChatEndpoint
 from rlhf.environments.chat_protocol import Conversation, RejectedRequest, chunks, completion, is_reply, is_start
 
 USER = {"role": "user", "content": "2 + 3?"}
@@ -157,8 +157,9 @@ def test_the_endpoint_wants_its_key_and_ends():
     endpoint = ChatEndpoint(requests)
     endpoint.start()
 
-    def post(path: str = "/chat/completions", key: str = endpoint.key, body: bytes = b"{}") -> tuple:
-        request = urllib.request.Request(endpoint.url + path, body, {"Authorization": f"Bearer {key}"})
+    def post(path: str = "/chat/completions", key: str = endpoint.key, body: bytes = b"{}", sent: int = 0) -> tuple:
+        headers = {"Authorization": f"Bearer {key}", RETRIES: str(sent)}
+        request = urllib.request.Request(endpoint.url + path, body, headers)
         try:
             with urllib.request.urlopen(request) as answer:
                 return answer.status, json.load(answer)
@@ -179,8 +180,9 @@ def test_the_endpoint_wants_its_key_and_ends():
         waiting = threading.Thread(target=lambda: answers.append(post()))
         waiting.start()
         assert not requests.get(timeout=10).overlaps
-        for body, overlaps in ((b"{}", False), (b'{"messages": []}', True)):  # a repeated request, and another one
-            threading.Thread(target=post, kwargs={"body": body}, daemon=True).start()
+        # A repeated request, an equal one, and another one.
+        for body, sent, overlaps in ((b"{}", 1, False), (b"{}", 0, True), (b'{"messages": []}', 1, True)):
+            threading.Thread(target=post, kwargs={"body": body, "sent": sent}, daemon=True).start()
             assert requests.get(timeout=10).overlaps == overlaps
         endpoint.end()
         waiting.join()
