@@ -78,7 +78,12 @@ def main(parent_pid: int, confinement: Confinement, number: int) -> None:
             channel.send(json.dumps(reply | dataclasses.asdict(confined)).encode())
             return
         found = [dataclasses.asdict(definition) for definition in definitions]
-        channel.send(json.dumps({"definitions": found} | dataclasses.asdict(confined)).encode())
+        answer = json.dumps({"definitions": found} | dataclasses.asdict(confined)).encode()
+        if len(answer) > MESSAGE_BYTES:
+            error = f"its tools have schemas of {len(answer)} bytes, and at most {MESSAGE_BYTES} are possible"
+            channel.send(json.dumps({"error": error, "user": False} | dataclasses.asdict(confined)).encode())
+            return
+        channel.send(answer)
         if command:
             _obey(channel, lambda request: ServedAgent(program, settings["timeout_s"], _folder_of(request)))
         else:

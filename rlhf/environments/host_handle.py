@@ -150,15 +150,21 @@ class Host:
             if self._folder:
                 remove_dir(Path(self._folder), ignore_errors=True)
 
-    def _settings(self) -> dict[str, Any]:
-        """Return the first message to the host."""
+    def _first_message(self) -> bytes:
+        """Return the settings for the host. Raise UserError if they are too large."""
         config = self._config
         command = None if config.command is None else split_command(config.command)
         settings = {"classes": config.classes, "kwargs": config.kwargs, "command": command}
-        return settings | {"process": config.process, "timeout_s": config.timeout_s}
+        message = json.dumps(settings | {"process": config.process, "timeout_s": config.timeout_s}).encode()
+        if len(message) > MESSAGE_BYTES:
+            raise UserError(
+                f"env.kwargs makes a message of {len(message)} bytes to the process of environments, and at most "
+                f"{MESSAGE_BYTES} are possible. Pass the path of a file instead."
+            )
+        return message
 
     def _start(self) -> None:
-        config = self._config
+        config, message = self._config, self._first_message()
         writable = [str(Path(path).expanduser().absolute()) for path in config.writable]
         loopback = config.command is not None
         rights = Confinement(config.memory_gb, config.network, writable, loopback=loopback)
@@ -184,7 +190,7 @@ class Host:
         ours.settimeout(START_TIMEOUT_S)
         reply: dict[str, Any] = {}
         try:
-            ours.send(json.dumps(self._settings()).encode())
+            ours.send(message)
             reply = json.loads(ours.recv(MESSAGE_BYTES) or b"{}")
         except OSError as error:
             reply = {"error": f"the process of environments was not ready ({error})", "user": False}

@@ -30,6 +30,7 @@ from rlhf.data.turns.tool_calls import Turn
 from rlhf.environments import free_text
 from rlhf.environments.class_checks import check_environments, check_row
 from rlhf.environments.definition import Definition, define
+from rlhf.environments.host_handle import Host
 from rlhf.environments.saved_state import MOST_BYTES, restore, saved
 from rlhf.environments.sessions import EnvironmentFailed, EnvironmentPool, Session
 from rlhf.errors import UserError
@@ -751,6 +752,18 @@ def test_a_call_that_is_given_up_ends_at_once(tmp_path):
         session.give_up()
         with pytest.raises(EnvironmentFailed, match="given up"):
             made.result(timeout=30)
+
+
+@pytest.mark.parametrize(("words", "kwargs"), [(20, {"x": "y" * (1 << 17)}), (20000, {})])
+def test_settings_and_tools_too_large_for_a_message_are_named(words, kwargs, tmp_path):
+    file = tmp_path / "large.py"
+    tool = "    def tool{}(self) -> str:\n        '{}'\n        return ''\n"
+    tools = "".join(tool.format(i, "word " * words) for i in range(2))
+    file.write_text(f"class Large:\n    def __init__(self, x=''): ...\n    def reset(self, **row): ...\n{tools}")
+    host = Host(EnvConfig(classes=[f"{file}:Large"], kwargs=kwargs))
+    with pytest.raises(UserError, match=r"(env\.kwargs|Large.*schemas).* at most 131072 are possible"):
+        host.start()
+    host.close()
 
 
 @pytest.mark.slow
