@@ -7,7 +7,7 @@ REDACTED = "REDACTED"
 SECRET_NAME = re.compile(
     r"(.*[_-])?(api|access|auth|private|secret)?"
     r"(tokens?|secrets?|passwords?|passwd|bearer|passphrase|keys?|cred(ential)?s?|(auth|authorization)([_-]?headers?)?"
-    r"|cookie)([_-]?\d+)?"
+    r"|cookie|jwts?)([_-]?\d+)?"
     r"|.+[_-]pwd?([_-]?\d+)?",  # not `pwd` alone: $PWD is the working directory
     re.IGNORECASE,
 )
@@ -28,11 +28,13 @@ _WORDS = re.compile(r"[A-Za-z]{1,15}\d{0,2}([_.][A-Za-z]{0,15}\d{0,2}){0,3}")
 SECRET = re.compile(
     r"\b(?:sk-|github_pat_|glpat-|AIza)[\w-]{16,}"
     r"|\b(?:hf|sk|gh[pousr]|xox[a-z]|AKIA)[_-]?[A-Za-z0-9-]{16,}"
+    r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"
+    r"|(?<=hooks\.slack\.com/services/)[\w/]+"
     r"|\bBearer +[^\s'\",]+"
     r"|\b(?i:authorization)['\"]?\s*[:=]\s*['\"]?(?:\w+ +)?[^\s'\",]+"
 )
-"""Tokens of Hugging Face, OpenAI, Anthropic, GitHub, GitLab, Google, Slack and AWS, and HTTP's authorization, anywhere
-in a text."""
+"""Tokens of Hugging Face, OpenAI, Anthropic, GitHub, GitLab, Google, Slack and AWS, JSON web tokens, Slack's webhooks
+and HTTP's authorization, anywhere in a text."""
 LOGIN = re.compile(r"(?<=://)(?:(?<!hdfs://)[^/\s?#]*[^/\s?#:]|[^/\s:@]*:[^/\s@]+)(?=@)")
 """Matches the login of a URL. It may be a token alone, except for HDFS, where it is the user's name."""
 _QUERY = re.compile(r"(?<=://)([^\s?]*\?)[^\s'\"`)>\]},;]+")

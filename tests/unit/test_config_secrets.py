@@ -149,6 +149,7 @@ def test_queries_of_addresses_are_redacted():
         "github_pat_11ABCDEFG0_abcdefghi",
         "glpat-abcd_12345678901",
         "AIzaSyA_1234567890abcdef",
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2lnbmF0dXJl-_x",
     ],
 )
 def test_whole_tokens_are_redacted(token):
@@ -156,6 +157,11 @@ def test_whole_tokens_are_redacted(token):
         Redaction()(f"failed with {token}, hf_model_with_a_long_name")
         == "failed with REDACTED, hf_model_with_a_long_name"
     )
+
+
+def test_slacks_webhooks_are_redacted():
+    found = Redaction()("at https://hooks.slack.com/services/T0123/B0123/abcDEF: 404")
+    assert found == "at https://hooks.slack.com/services/REDACTED: 404"
 
 
 def test_whole_logins_are_redacted():
@@ -180,7 +186,7 @@ def test_whole_logins_are_redacted():
         "{arguments: [--api-key, typed-by-hand, '--token=typed-by-hand', --apiKey, typed-by-hand]}",
         "{url: 'https://typed-by-hand@host/x', urls: ['see https://typed-by-hand@host:1 first']}",
         "{url: 'https://me:typed-by-hand@${oc.env:NAME}/x', other: 'https://typed-by-hand@${oc.env:NAME}/x'}",
-        "{openaiApiKey: typed-by-hand, clientSecret: typed-by-hand, HTTPAuthToken: typed-by-hand}",
+        "{openaiApiKey: typed-by-hand, clientSecret: typed-by-hand, HTTPAuthToken: typed-by-hand, jwt: typed-by-hand}",
         "{auth_header: typed-by-hand, db_creds: typed-by-hand, cred: typed-by-hand, db-pw: typed-by-hand}",
         "{dsn: 'host=h password=typed-by-hand user=u', url: 'https://host/x#access_token=typed-by-hand'}",
     ],
