@@ -80,8 +80,8 @@ def main(parent_pid: int, confinement: Confinement, number: int) -> None:
         found = [dataclasses.asdict(definition) for definition in definitions]
         answer = json.dumps({"definitions": found} | dataclasses.asdict(confined)).encode()
         if len(answer) > MESSAGE_BYTES:
-            error = f"its tools have schemas of {len(answer)} bytes, and at most {MESSAGE_BYTES} are possible"
-            channel.send(json.dumps({"error": error, "user": False} | dataclasses.asdict(confined)).encode())
+            why = f"its tools have schemas of {len(answer)} bytes, and at most {MESSAGE_BYTES} are possible"
+            channel.send(json.dumps({"error": why, "user": False} | dataclasses.asdict(confined)).encode())
             return
         channel.send(answer)
         if command:
