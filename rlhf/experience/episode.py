@@ -269,8 +269,8 @@ class Episode:
             size = f"{_characters(messages)} characters" if too_long else f"{len(self.prompt_ids)} tokens"
             raise UserError(
                 f"An episode of {self.kind.definition.label} begins with {size}, more than "
-                f"data.max_prompt_length={self.limits.prompt_tokens}: the messages and tools before the first turn. "
-                "Raise data.max_prompt_length, or shorten them."
+                f"data.max_prompt_length={self.limits.prompt_tokens}: the messages and tools, or token_ids, "
+                "before the first turn. Raise data.max_prompt_length, or shorten them."
             )
         self.phase = Stage.POLICY
 
