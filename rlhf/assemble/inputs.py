@@ -52,7 +52,8 @@ def read_prompts(
     _check_same(train_set, f"training prompts from {data.train_files or data.reasoning_gym}", coordinator)
     val_set = read_held_out_prompts(data, reward, env, seed, tokenizer, day, coordinator)
     if data.train_files is not None and coordinator.rank == 0:
-        warn_of_repeats(train_set, val_set)
+        if not env.used:  # rows with equal prompts may give an environment other columns
+            warn_of_repeats(train_set, val_set)
         warn_of_numbers(train_set, "data.train_files", reward.functions)
     return train_set, val_set
 

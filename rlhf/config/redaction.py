@@ -12,7 +12,7 @@ SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 """Matches the name of an environment variable whose value is a secret. See also `names_secret`."""
-SECRET_KEY = re.compile(rf"{SECRET_NAME.pattern}|pwd?([_-]?\d+)?", re.IGNORECASE)
+SECRET_KEY = re.compile(rf"{SECRET_NAME.pattern}|pwd?([_-]?\d+)?|sk|(.+[_-])?pat", re.IGNORECASE)
 """Matches the key of a mapping, or the name of an option, whose value is a secret."""
 _WORD_OF_CAMEL_CASE = re.compile(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _NUMBER = re.compile(r"[-+]?[\d.]+([eE][-+]?\d+)?|None|True|False")
@@ -20,9 +20,12 @@ _COUNTED = re.compile(r"(.*[_-])?tokens([_-]?\d+)?", re.IGNORECASE)
 _MARKER = re.compile(r"<[^<>\s]+>|\[[A-Z/]+\]")
 """A special token, such as `</think>`."""
 _COLUMN = re.compile(
-    r"(?!.*(api|access|auth|private|secret|encryption|signing|master)[_-]?key)(.*[_-])?keys?([_-]?\d+)?", re.IGNORECASE
+    r"(?!.*(api|access|auth|private|secret|encryption|signing|master)[_-]?key)(?-i:(?![A-Z\d_-]+\Z))"
+    r"(.*[_-])?keys?([_-]?\d+)?",
+    re.IGNORECASE,
 )
-"""Matches a name such as `answer_key`, which may name a column of the data, but not `api_key` or similar names."""
+"""Matches a name such as `answer_key`, which may name a column of the data, but not `api_key`, `JUDGE_KEY` or similar
+names."""
 _WORDS = re.compile(r"[A-Za-z]{1,15}\d{0,2}([_.][A-Za-z]{0,15}\d{0,2}){0,3}")
 """Matches a value that may name a column of the data. Longer words may be generated keys."""
 SECRET = re.compile(
@@ -35,8 +38,10 @@ SECRET = re.compile(
 )
 """Tokens of Hugging Face, OpenAI, Anthropic, GitHub, GitLab, Google, Slack and AWS, JSON web tokens, Slack's webhooks
 and HTTP's authorization, anywhere in a text."""
-LOGIN = re.compile(r"(?<=://)(?:(?<!hdfs://)[^/\s?#]*[^/\s?#:]|[^/\s:@]*:[^/\s@]+)(?=@)")
-"""Matches the login of a URL. It may be a token alone, except for HDFS, where it is the user's name."""
+LOGIN = re.compile(
+    r"(?<=://)(?:(?!git@)(?<!hdfs://)(?<!abfs://)(?<!abfss://)[^/\s?#'\",]*[^/\s?#:'\",]|[^/\s:@'\",]*:[^/\s@'\",]+)(?=@)"
+)
+"""Matches the login of a URL. It may be a token alone, except for git's SSH user, HDFS users and Azure's containers."""
 _QUERY = re.compile(r"(?<=://)([^\s?]*\?)[^\s'\"`)>\]},;]+")
 _VARIABLE = re.compile(r"(?:(?:basic|bearer|token) +)?\$\{oc\.env:\s*\w+\s*\}", re.IGNORECASE)
 _SHORTEST = 8

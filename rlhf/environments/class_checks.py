@@ -88,7 +88,8 @@ def _check_class(shown: str, found: ast.ClassDef) -> None:
             f"{shown}: {found.name} has no method reset.{did_you_mean(nearest('reset', names))} Add "
             "reset(self, **row), which begins an episode."
         )
-    check_state(shown, found.name, names)
+    assigned = [target for node in found.body if isinstance(node, ast.Assign) for target in node.targets]
+    check_state(shown, found.name, [*names, *(each.id for each in assigned if isinstance(each, ast.Name))])
     for method in methods:
         by_position = Signature.of_definition(method).positional[1:]  # without self
         if method.name == "reset" and not method.decorator_list and by_position:

@@ -60,13 +60,12 @@ def define(spec: str, made: type) -> Definition:
 
 
 def check_state(shown: str, name: str, methods: Collection[str]) -> None:
-    """Raise UserError if a class has one of `state_dict` and `load_state_dict` without the other."""
-    for one, other in (("state_dict", "load_state_dict"), ("load_state_dict", "state_dict")):
-        if one in methods and other not in methods:
-            raise UserError(
-                f"{shown}: {name} has the method {one}, but no method {other}. A resumed run restores an unfinished "
-                f"episode with both. Add {other}, or remove {one}."
-            )
+    """Raise UserError if a class has `state_dict` without `load_state_dict`."""
+    if "state_dict" in methods and "load_state_dict" not in methods:
+        raise UserError(
+            f"{shown}: {name} has the method state_dict, but no method load_state_dict. A resumed run restores an "
+            "unfinished episode with both. Add load_state_dict, or remove state_dict."
+        )
 
 
 def _schema(shown: str, name: str, method: Callable[..., Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ saved. Neither can an object that refers twice to the same list or dict, or whos
 
 import json
 import random
+from enum import Enum
 from typing import Any
 
 from rlhf import typed_json
@@ -63,16 +64,20 @@ def saved(environment: Any, *, attributes: bool = True) -> dict[str, Any] | None
     return None if typed_json.is_deep(encoded) else {"attributes": encoded}
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal with all their types: a `Counter` is equal to a dict, and True to 1."""
-    if type(one) is not type(other):
+def _same(decoded: Any, value: Any) -> bool:
+    """Return whether `decoded` can replace `value`: a `Counter` is equal to a dict, but has more methods.
+
+    NumPy's float64 and other subclasses of numbers and texts lose only their methods. Rejecting them would end runs.
+    """
+    is_plain = isinstance(value, int | float | str) and not isinstance(value, bool | Enum)
+    if type(decoded) is not type(value) and not (is_plain and isinstance(value, type(decoded))):
         return False
-    if isinstance(one, dict):
-        pairs = zip(one.items(), other.items(), strict=False)
-        return len(one) == len(other) and all(_same(key, k) and _same(value, v) for (key, value), (k, v) in pairs)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
+    if isinstance(decoded, dict):
+        pairs = zip(decoded.items(), value.items(), strict=False)
+        return len(decoded) == len(value) and all(_same(key, k) and _same(v, w) for (key, v), (k, w) in pairs)
+    if isinstance(decoded, list):
+        return len(decoded) == len(value) and all(map(_same, decoded, value))
+    return bool(decoded == value)
 
 
 def restore(environment: Any, state: dict[str, Any]) -> None:

@@ -19,10 +19,8 @@ from typing import Any, Protocol
 from rlhf import typed_json
 from rlhf.environments.definition import Definition
 from rlhf.environments.saved_state import restore, saved
-from rlhf.reward.namespaces import SHARED_MEMORY
+from rlhf.reward.namespaces import written_shared_memory
 
-OWN = "rlhf"
-"""Names in /dev/shm that begin with this belong to runs: snapshots, queues."""
 _LONGEST = 20_000
 """Maximum number of characters of an error in a reply."""
 
@@ -64,21 +62,22 @@ class Served:
         If a tool raised ValueError, return `rejected` and `state`.
         """
         try:
-            value = getattr(self, f"_{request['op']}")(request)
+            try:
+                reply = {"value": getattr(self, f"_{request['op']}")(request)}
+            except ValueError as error:
+                if request["op"] != "tool":
+                    raise
+                reply = {"rejected": str(error)[-_LONGEST:] or "invalid call"}
             # Before `reset`, an object may lack the attributes that its `state_dict` reads.
-            return {"value": value, "state": None if request["op"] == "open" else self._state()}
-        except ValueError as error:
-            if request["op"] != "tool":
-                return _failure(error)
-            return {"rejected": str(error)[-_LONGEST:] or "invalid call", "state": self._state()}
+            return reply | {"state": None if request["op"] == "open" else self._state()}
         except BaseException as error:
             return _failure(error)
 
     def _state(self) -> dict[str, Any] | None:
         # With `env.process=episode`, global generators and modules are state that the attributes lack. If an object has
         # written a file, its attribute is only the path, and a kill may remove the file.
-        whole = not self._alone and written_files() == self._imported_files
-        return saved(self._environment, attributes=whole)
+        by_attributes = not self._alone and not hasattr(self._environment, "state_dict")
+        return saved(self._environment, attributes=by_attributes and written_files() == self._imported_files)
 
     def close(self) -> None:
         environment, self._environment = self._environment, None
@@ -116,21 +115,19 @@ class Served:
 
 
 def written_files() -> frozenset[tuple[str, int, int, int]]:
-    """Return path, size, modification time and inode number of each file and folder that an environment may write.
+    """Return path, inode number, and for files size and modification time, of what environments have written.
 
-    They are below the folder of temporary files, which all environment processes of a rank share, and in /dev/shm those
-    of this user, without the run's own.
+    All environment processes of a rank share the folder of temporary files. Writes to /dev/shm are in an overlay's
+    folder. Without an overlay, they are not found, because other programs of the user write to /dev/shm, too.
     """
     found = set()
-    for root in (tempfile.gettempdir(), SHARED_MEMORY):
+    for root in (tempfile.gettempdir(), written_shared_memory(tempfile.gettempdir())):
         for folder, folders, names in os.walk(root):
-            if root == SHARED_MEMORY:
-                folders[:] = [name for name in folders if not name.startswith(OWN)]
             for name in (*folders, *names):
                 with suppress(OSError):  # another environment may have removed the file
                     status = os.lstat(path := os.path.join(folder, name))  # noqa: PTH118
-                    if root != SHARED_MEMORY or (status.st_uid == os.geteuid() and not name.startswith(OWN)):
-                        found.add((path, status.st_size, status.st_mtime_ns, status.st_ino))
+                    content = (0, 0) if name in folders else (status.st_size, status.st_mtime_ns)
+                    found.add((path, status.st_ino, *content))
     return frozenset(found)
 
 

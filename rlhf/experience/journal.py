@@ -45,7 +45,8 @@ class _Stored:
 
     def update(self, other: "_Stored") -> None:
         """Add the records of `other`, which replace this object's records of the same prompts."""
-        self.drop_results(chain(other.newest, (uid for uid, *_ in other.turns)))
+        of_episodes = (uid for uid, *_ in (*other.turns, *(key for key, _ in other.calls)))
+        self.drop_results(chain(other.newest, of_episodes))
         for each in fields(self):
             getattr(self, each.name).update(getattr(other, each.name))
 

@@ -16,6 +16,7 @@ from rlhf.reward import kernel
 from rlhf.storage.files import make_new_dir
 
 SHARED_MEMORY = "/dev/shm"
+_UPPER = "upper"
 FIXED_PATH = "/var/tmp"
 """Programs of `env.command` find their folders at this path, in place of the machine's own files."""
 _FOLDER_BYTES, _FOLDER_FILES = 1 << 30, 100_000
@@ -77,7 +78,7 @@ def _mount(folder: str, writable: Sequence[str], missing: list[str]) -> str:
     except OSError as error:
         missing.append(f"private mounts ({error}): the size of a reward process' folder is not limited")
         return folder
-    home, upper, work = (Path(folder, name) for name in ("home", "upper", "work"))
+    home, upper, work = (Path(folder, name) for name in ("home", _UPPER, "work"))
     for path in (home, upper, work):
         make_new_dir(path)
     upper.chmod(0o1777)
@@ -89,6 +90,14 @@ def _mount(folder: str, writable: Sequence[str], missing: list[str]) -> str:
             "memory"
         )
     return str(home)
+
+
+def written_shared_memory(folder: str) -> Path:
+    """Return where an overlay stores what was written to /dev/shm. `folder`: the folder of temporary files.
+
+    If there is no overlay, the path does not exist.
+    """
+    return Path(os.path.realpath(folder)).parent / _UPPER
 
 
 def _at_fixed_path(folder: str, writable: Sequence[str], missing: list[str]) -> str:

@@ -63,7 +63,7 @@ class Sampler:
 def facts(groups: list[list[Episode]]) -> list[Any]:
     """Return everything that an update uses, as bits."""
     return [(e.prompt_ids, s.token_ids.tobytes(), s.log_probs.tobytes(), s.observations, s.forks, s.finish_reason,
-             e.rewards, mask_facts(s))
+             mask_facts(s), e.rewards)
             for group in groups for e in group for s in [e.finished(0)]]  # fmt: skip
 
 

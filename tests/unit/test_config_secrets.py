@@ -159,6 +159,13 @@ def test_whole_tokens_are_redacted(token):
     )
 
 
+@pytest.mark.parametrize(
+    "text", ["ssh://git@github.com/x", "hdfs://me@host/x", "abfs://data@account/x", '{"a":"s3://b","to":"c@d"}']
+)
+def test_names_before_an_at_sign_that_are_no_secrets_stay(text):
+    assert Redaction()(text) == text
+
+
 def test_slacks_webhooks_are_redacted():
     found = Redaction()("at https://hooks.slack.com/services/T0123/B0123/abcDEF: 404")
     assert found == "at https://hooks.slack.com/services/REDACTED: 404"

@@ -11,6 +11,8 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[.*?\])?(\+?)=(.*)", re.DOTALL)
 _DECLARES = ("export", "readonly", "declare", "local", "typeset")
 _SETTERS = ("read", "let", "mapfile", "readarray", "unset", "getopts", "printf")
 _SOURCES = ("source", ".", "eval")
+_ENVIRONMENTS = re.compile(r"activate\b|(rc|profile|conda\.sh)\b|\bconda\b.*\bhook\b")
+"""Matches files and commands that prepare a shell. They set no variables of a training script."""
 _OPENS, _CLOSES = ("if", "while", "until", "{"), ("fi", "done", "esac", "}")
 _BRANCHES, _SKIPPED = ("else", "elif"), ("then", "do", "!", "time")
 _HEADS = ("for", "select", "case")
@@ -117,8 +119,9 @@ class _Reader:
             kept = [word for word in words if word.strip('"') not in ("$@", "${@}", "$*", "${*}")]
             self.commands.append([each for word in kept for each in self._variables.words(word)])
         if rest[count] in _SOURCES:
-            self._lose(self._variables.values)
-        elif rest[count] in _SETTERS:
+            if not _ENVIRONMENTS.search(" ".join(rest[count + 1 :])):
+                self._lose(self._variables.values)
+        elif rest[count] in _SETTERS and (rest[count] != "printf" or "-v" in rest):
             self._lose(_NAME.findall(" ".join(rest[count + 1 :])))
         return False
 

@@ -105,7 +105,9 @@ def _batches(theirs: Theirs, recipe: Recipe) -> None:
     if generated and steps:
         recipe.lose("steps_per_generation", steps, "generation_batch_size already sets the size of a generation.")
     iterations = theirs.left.get("num_iterations")  # `_by_name` reports another value
-    _count_training_steps(theirs, max(1, per_step // per_update) * (iterations if isinstance(iterations, int) else 1))
+    _count_training_steps(
+        theirs, max(1, per_step // per_update) * max(iterations if isinstance(iterations, int) else 1, 1)
+    )
     name = "per_device_train_batch_size"
     if per_step % of_prompt or per_update % of_prompt:
         wrong = per_step if per_step % of_prompt else per_update
