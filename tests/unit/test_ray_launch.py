@@ -259,6 +259,39 @@ def test_growth_that_does_not_last_gets_rarer():
     assert wait("h") == first
 
 
+@pytest.mark.parametrize("machines", [(3, 4), (1, 2, 3, 4)])
+def test_a_growth_that_stays_below_the_largest_number_succeeds(machines):
+    cluster = Cluster(5)
+    cluster.room = True
+    for attempt, number in enumerate(machines):
+        began = cluster.now
+        assert cluster.grows(str(attempt), number, 10_000)
+        assert cluster.now - began < WAIT_S + 30
+
+
+def test_a_growth_below_the_largest_number_fails_when_its_machine_is_lost():
+    cluster = Cluster(3)
+    cluster.room = True
+    assert cluster.grows("a", 1, 10_000)
+    cluster.room = False
+    assert not cluster.grows("b", 2, 60)
+    assert not cluster.grows("c", 2, 60)  # a crash does not judge the growth
+    cluster.room = True
+    assert not cluster.grows("d", 1, 1.5 * WAIT_S)
+    assert cluster.grows("d", 1, WAIT_S)
+
+
+def test_a_growth_that_lasts_an_hour_ends_the_long_waits():
+    cluster = Cluster(3)
+    cluster.room = True
+    for attempt in "abc":  # each restart finds the room taken
+        assert cluster.grows(attempt, 1, 10_000)
+    cluster.room = False
+    assert not cluster.grows("d", 2, LASTING_S)
+    cluster.room = True
+    assert cluster.grows("d", 2, WAIT_S + 30)
+
+
 def test_a_rank_has_the_commands_environment_but_rays_devices(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # Ray sets it for one worker, not for two ranks

@@ -29,16 +29,19 @@ class Growth:
         self._attempt = ""
         self._grows = False
         self._grew_at: float | None = None
+        self._grew_from = 0
         self._looked_at = 0.0
         self._free_since: float | None = None
 
     def look(self, attempt: str, machines: int) -> bool:
         """Return whether the ranks of `attempt`, which run on `machines` machines, must leave for a larger attempt."""
+        now = self._clock()
+        if self._grew_at is not None and machines > self._grew_from and now - self._grew_at >= LASTING_S:
+            self._wait_s, self._grew_at = WAIT_S, None
         if machines >= self._most:
             return False
-        now = self._clock()
         if attempt != self._attempt:
-            self._begin(attempt, now)
+            self._begin(attempt, machines, now)
         if not self._grows and now - self._looked_at >= _LOOK_S:
             self._looked_at = now
             if not self._has_room():
@@ -47,12 +50,10 @@ class Growth:
                 self._free_since = now
             elif now - self._free_since >= self._wait_s:
                 log.info("A machine has room for more ranks: the ranks save, and Ray restarts them on more machines.")
-                self._grows, self._grew_at = True, now
+                self._grows, self._grew_at, self._grew_from = True, now, machines
         return self._grows
 
-    def _begin(self, attempt: str, now: float) -> None:
+    def _begin(self, attempt: str, machines: int, now: float) -> None:
         self._attempt, self._grows, self._looked_at, self._free_since = attempt, False, now, None
-        if self._grew_at is not None:  # the larger attempt did not start, or has ended
-            lasted = now - self._grew_at >= LASTING_S
-            self._wait_s = WAIT_S if lasted else min(2 * self._wait_s, LONGEST_WAIT_S)
-            self._grew_at = None
+        if self._grew_at is not None and machines <= self._grew_from:  # the larger attempt did not start, or has ended
+            self._wait_s, self._grew_at = min(2 * self._wait_s, LONGEST_WAIT_S), None
