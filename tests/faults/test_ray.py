@@ -75,10 +75,13 @@ def test_a_notice_of_preemption_saves_and_the_run_continues_on_another_node(ray,
 
 
 def test_a_machine_that_another_program_uses_is_not_waited_for(ray, sums, tmp_path):
-    elastic = ["trainer.nnodes=2", "launcher.min_nodes=1", "launcher.start_timeout_s=20", "trainer.max_restarts=1"]
+    killed = at("update.before", 2, "SIGKILL", rank=0, once=tmp_path / "killed")
+    elastic = ["trainer.nnodes=2", "launcher.min_nodes=1", "trainer.max_restarts=1"]
+    elastic += [f"launcher.start_timeout_s={2 * DEADLINE_S}"]
     with occupied(ray):
-        end = ray.train([*small(tmp_path, "run", sums), *elastic], {}, tmp_path / "log")
+        end = ray.train([*small(tmp_path, "run", sums), *elastic], killed, tmp_path / "log")
     assert end.code == EXIT_DONE
+    assert (tmp_path / "killed").exists()
     says(end.output, "1 rank")
 
 

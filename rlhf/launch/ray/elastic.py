@@ -3,52 +3,55 @@
 import time
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 _PLACE_S = 2.0
+_FREE_S = 10.0
+"""Seconds until the machines of a stopped attempt are free."""
 
 
-def placeable(resources: Mapping[str, float], workers: int) -> bool:
-    """Return whether Ray can place so many workers now. Reserves their room for a moment."""
+def placeable(resources: Mapping[str, float], workers: int, wait_s: float = _PLACE_S) -> bool:
+    """Return whether Ray can place so many workers within `wait_s` seconds. Reserves their room for a moment."""
     from ray.util import placement_group, remove_placement_group
 
     group = placement_group([dict(resources)] * workers, strategy="SPREAD")
     try:
-        return bool(group.wait(_PLACE_S))
+        return bool(group.wait(wait_s))
     finally:
         remove_placement_group(group)
 
 
+def _fitting(resources: Mapping[str, float], least: int, most: int) -> int:
+    """Return the largest number of workers that Ray can place, from `least` to `most`; `least` if even it is too many.
+
+    Ray then waits for the machines of `least`, and ends the run if they do not come.
+    """
+    if most <= least or placeable(resources, most, _FREE_S):
+        return most
+    return least + bisect_left(range(least + 1, most), True, key=lambda workers: not placeable(resources, workers))
+
+
 def elastic_trainer(**settings: Any) -> Any:
-    """Return Ray's trainer with `settings`, but another policy for the number of workers.
+    """Return Ray's trainer with `settings`, but other decisions on the number of workers.
 
     Ray's own policy kills running ranks when a machine returns, so their work since the last save is lost. It also
     counts machines that other programs use, and waits for them until the run ends.
     """
-    from ray.train.v2._internal.execution.controller.state import RunningState
+    from ray.train.v2._internal.execution.callback import WorkerGroupCallback
     from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy, NoopDecision
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-    class FreeMachines(ElasticScalingPolicy):
-        has_group = False
-        """Whether an earlier group still has its machines. Ray frees them after the decision."""
+    least = settings["scaling_config"].min_workers
 
-        def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
-            self.has_group = self.has_group or isinstance(current_state, RunningState)
+    class FreeMachines(WorkerGroupCallback):
+        def before_worker_group_start(self, worker_group_context: Any) -> None:
+            # The policy decides before Ray stops the earlier attempt, whose machines are not free then. Ray calls this
+            # after the stop, and reads the number of its frozen dataclass afterwards.
+            context = worker_group_context
+            workers = _fitting(context.resources_per_worker, least, context.num_workers)
+            object.__setattr__(context, "num_workers", workers)
 
-        def make_decision_for_non_running_worker_group(self) -> Any:
-            decision = super().make_decision_for_non_running_worker_group()
-            if isinstance(decision, NoopDecision):
-                return decision
-            if self.has_group:  # if the machines are not enough, the start fails, and the next decision counts them
-                self.has_group = False
-                return decision
-            # If not even the smallest number fits, Ray waits for its machines, and then ends the run.
-            numbers = range(self.scaling_config.min_workers + 1, decision.num_workers + 1)
-            fitting = bisect_left(numbers, True, key=lambda n: not placeable(decision.resources_per_worker, n))
-            return replace(decision, num_workers=self.scaling_config.min_workers + fitting)
-
+    class NoResize(ElasticScalingPolicy):
         def make_decision_for_running_worker_group(self, *state: Any, **more_state: Any) -> Any:
             self._maybe_send_resource_request()
             return NoopDecision()
@@ -61,7 +64,8 @@ def elastic_trainer(**settings: Any) -> Any:
 
     class ElasticTrainer(DataParallelTrainer):
         def _initialize_and_run_controller(self, **parts: Any) -> Any:
-            own = {**parts, "scaling_policy": FreeMachines(self.scaling_config)}
-            return super()._initialize_and_run_controller(**own)
+            parts["scaling_policy"] = NoResize(self.scaling_config)
+            parts["callbacks"] = [*parts["callbacks"], FreeMachines()]
+            return super()._initialize_and_run_controller(**parts)
 
     return ElasticTrainer(**settings)
