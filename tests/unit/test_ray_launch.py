@@ -6,7 +6,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -207,6 +210,24 @@ def test_a_notice_lets_the_ranks_save_within_their_grace(monkeypatch):
     assert node._wait(made, Later(), 2.0) == {0: EXIT_REQUEUE}
     node._signal(made, signal.SIGKILL)
     assert made[1].process.wait() == -signal.SIGKILL
+
+
+def test_a_machine_whose_ranks_ended_waits_for_the_others_within_their_grace(monkeypatch, tmp_path, capfd):
+    release = threading.Event()
+    collective = SimpleNamespace(broadcast_from_rank_zero=lambda own: own, barrier=lambda: release.wait(20))
+    context = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 2)
+    train = SimpleNamespace(get_context=lambda: context, collective=collective)
+    ray = SimpleNamespace(train=train, util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"))
+    for name, module in {"ray": ray, "ray.train": train, "ray.train.collective": collective}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    no_ranks = node.NodeJob("", (), 0, tmp_path, tmp_path, {}, 0.1, "", lambda attempt, machines: (False, False))
+    began = time.monotonic()
+    node.run_node(no_ranks)
+    assert time.monotonic() - began < 15
+    says(capfd.readouterr().err, "trainer.preempt_grace_s=0.1")
+    release.set()
+    node.run_node(no_ranks)
+    assert capfd.readouterr().err == ""
 
 
 class Cluster:

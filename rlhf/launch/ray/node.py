@@ -143,12 +143,21 @@ def run_node(job: NodeJob) -> None:
     code = code_of(codes.values(), job.nproc, stopped=notices.continues or notices.stops)
     if code in (EXIT_DONE, EXIT_REQUEUE):
         # With the first worker that ends, Ray would kill the others, whose ranks may still close their trackers.
-        ray.train.collective.barrier()
+        _wait_for_peers(ray.train.collective.barrier, job.grace_s)
     if code != EXIT_DONE:
         statuses = {rank: status for rank, status in read_statuses(job.run_dir).items() if rank in ranks}
         raise RanksEnded(
             code, furthest_step(statuses), notices.continues, _message(code, codes, ranks, statuses, job.changes)
         )
+
+
+def _wait_for_peers(barrier: Callable[[], None], grace_s: float) -> None:
+    """Wait until the ranks of all machines have ended, but at most `grace_s` seconds: Ray's barrier has no deadline."""
+    waiting = threading.Thread(target=barrier, daemon=True)
+    waiting.start()
+    waiting.join(grace_s)
+    if waiting.is_alive():
+        sys.stderr.write(f"Ranks of another machine have not ended within trainer.preempt_grace_s={grace_s:g}.\n")
 
 
 def _variables(job: NodeJob, rank: int, world_size: int, address: tuple[str, int]) -> dict[str, str]:
