@@ -39,7 +39,8 @@ class Batch:
     all are 0 on all ranks. The tokens of one response may differ (partial rollouts)."""
     sampling_mask: Tensor | None = None
     """[N, R, K] int32: ids of the tokens among which each token was sampled, padded with -1 (`SamplingMask`). Log-probs
-    are renormalized over them; only -1 stands for the whole vocabulary. None if no rank's samples have masks."""
+    are renormalized over them; only -1 stands for the whole vocabulary. Undefined outside `response_mask`. None if no
+    rank's samples have masks."""
 
     @property
     def counted(self) -> Tensor:
