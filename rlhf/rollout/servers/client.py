@@ -156,7 +156,8 @@ class ServerClient:
         settings = self._settings
         sampling = sampling_kwargs(request, 1, seed, settings.eos, settings.structured_outputs)
         if settings.sampling_mask and request.params.temperature == 0:
-            # Such a server rejects greedy requests. With top_k=1, it draws the same token; its log-prob is then 0.
+            # Such a server rejects greedy requests. With top_k=1, it draws the likeliest token, or one of several that
+            # are equally likely: some of vLLM's top-k kernels keep ties. The log-prob is then below 0.
             sampling |= {"temperature": 1.0, "top_k": 1}
         body = {
             "token_ids": request.context,
