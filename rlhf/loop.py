@@ -170,6 +170,7 @@ def estimate(
         actor = ActorBatch(**given, advantages=advantages, loss_mask=mask, old_log_probs=old, ref_log_probs=ref)
         critic = None
         if values is not None and credit.returns is not None:
+            given.pop("sampling_mask", None)  # values need no masks, and each epoch may move the batch between ranks
             critic = CriticBatch(**given, values=values, returns=to_training.of_tokens(credit.returns))
     return (actor, critic), credit, credit_metrics
 

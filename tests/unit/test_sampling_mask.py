@@ -1,15 +1,22 @@
 """Sampling masks: the kept tokens, and their way through parts of samples, files and batches."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from rlhf import loop
 from rlhf.experience.collate import collate, collate_masks, mask_width
 from rlhf.experience.episode import new_part, with_head
 from rlhf.experience.groups import Group, from_tensors, to_tensors
+from rlhf.learning.credit import Credit
+from rlhf.learning.resharding import SampleResharder
+from rlhf.ranks.phase_clock import PhaseClock
 from rlhf.reward import RewardResult
 from rlhf.rollout import Sample, SamplingParams
 from rlhf.rollout.engine import Request
@@ -17,6 +24,7 @@ from rlhf.rollout.sample_codec import from_arrays, from_bytes, layout_of, to_arr
 from rlhf.rollout.sampling import fold, row_keys, sample, sample_with_mask
 from rlhf.rollout.sampling_mask import SamplingMask, joined_masks, mask_part
 from rlhf.rollout.stop_strings import cut_at_seam
+from tests.support.thread_ranks import make_coordinator
 
 CPU = torch.device("cpu")
 ROWS = [[3, 1], [4], [], [5, 9, 2, 6], [5]]
@@ -174,3 +182,25 @@ def test_the_masks_of_a_batch():
     assert torch.equal(picked.sampling_mask, batch.sampling_mask[[1, 0], :4])
     assert batch.micro_batch([]).sampling_mask.shape == (1, 0, 5)
     assert collate_masks([], 5, collate([], 0, 5, CPU)).shape == (0, 0, 5)
+
+
+def test_the_critic_gets_no_masks():
+    """The critic's values need no masks, which are the largest tensor of a batch and would move in each epoch."""
+    groups = [Group(7, [1, 2], [MASKED, PLAIN], [RewardResult(1.0, {"a": 1.0})] * 2, [1.0, 0.0], None)]
+    rollout = collate(groups, 0, 5, CPU)
+    rollout.sampling_mask = collate_masks(groups, 4, rollout)
+    zeros = torch.zeros(rollout.response_mask.shape)
+    c: Any = SimpleNamespace(
+        clock=PhaseClock(CPU),
+        reference=None,
+        needs_old_log_probs=False,
+        critic=SimpleNamespace(on_device=nullcontext, all_values=lambda *_: zeros),
+        advantages=SimpleNamespace(
+            uses_kl=False, estimate=lambda *_: (Credit(zeros, zeros, rollout.response_mask), {})
+        ),
+        guards=None,
+    )
+    training = SampleResharder(1, make_coordinator()).reshard(rollout, [7, 7], 1)
+    (of_actor, of_critic), _, _ = loop.estimate(c, rollout, training)
+    assert torch.equal(of_actor.sampling_mask, rollout.sampling_mask)
+    assert of_critic.sampling_mask is None
