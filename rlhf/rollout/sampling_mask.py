@@ -22,7 +22,7 @@ class SamplingMask:
 
     def __post_init__(self) -> None:
         types, total = (self.counts.dtype, self.token_ids.dtype), int(self.counts.sum())
-        if types != (np.int32, np.int32) or min(self.counts, default=0) < 0 or not 0 < total == len(self.token_ids):
+        if types != (np.int32, np.int32) or self.counts.min(initial=0) < 0 or not 0 < total == len(self.token_ids):
             raise ValueError(f"sampling masks of {total} tokens in all have {len(self.token_ids)} token ids")
 
     @classmethod
