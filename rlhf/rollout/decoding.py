@@ -77,8 +77,8 @@ class Decoding:
         self.starts = np.array([request.start for request in requests])
         self.tokens = np.zeros((self.total, params.max_tokens), dtype=np.int32)
         self.log_probs = torch.zeros(self.total, params.max_tokens, dtype=torch.float32, device=self.device)
-        # [total, max_tokens, K] int32: `sample_with_mask`'s tokens. None before the first token, and without masks.
-        self.kept: np.ndarray | None = None
+        # For each request, the ids among which each new token was sampled, int32; empty without sampling masks.
+        self.kept: list[list[np.ndarray]] = [[] for _ in requests]
         # [rows, vocab] bool: tokens in each row's prompt and response so far. None without a repetition penalty.
         self.seen: Tensor | None = None
         self.counts = self.starts.copy()
@@ -113,7 +113,7 @@ class Decoding:
                 log_probs[row, new[row]],
                 self.reasons[row],
                 version,
-                self._sampling_mask(row, new[row]),
+                SamplingMask.of_tokens(self.kept[row]),
             )
             for row, request in enumerate(self.requests)
         ]
@@ -214,10 +214,9 @@ class Decoding:
         counts, newest = self.time - birth + 1, tokens.cpu().numpy()
         self.tokens[samples, counts - 1] = newest
         if kept is not None:
-            if self.kept is None:
-                # Of empty memory, the machine provides only the pages that are written to.
-                self.kept = np.empty((*self.tokens.shape, kept.shape[1]), np.int32)
-            self.kept[samples, counts - 1] = kept.cpu().numpy()
+            # Without padding: top_p and min_p often keep few of top_k tokens.
+            for sample_index, ids in zip(samples, kept.cpu().numpy(), strict=True):
+                self.kept[sample_index].append(ids[ids >= 0])
         stopped = (newest[:, None] == self.eos).any(axis=1)
         if self.params.stop:
             stopped |= [self._stops(sample, count) for sample, count in zip(samples, counts, strict=True)]
@@ -241,11 +240,8 @@ class Decoding:
             log_probs,
             self.reasons[sample],
             self.version,
-            self._sampling_mask(sample, new),
+            SamplingMask.of_tokens(self.kept[sample]),
         )
-
-    def _sampling_mask(self, sample: int, new: slice) -> SamplingMask | None:
-        return None if self.kept is None else SamplingMask.of_rows(self.kept[sample, new])
 
     def _stops(self, sample: int, count: int) -> bool:
         """Return whether a stop string ends a response of `count` tokens."""

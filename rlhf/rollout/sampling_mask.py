@@ -31,10 +31,9 @@ class SamplingMask:
         return cls(counts, token_ids) if len(token_ids) else None
 
     @classmethod
-    def of_rows(cls, rows: np.ndarray) -> "SamplingMask | None":
-        """Return the mask of kept ids [T, K] int32, padded with -1; None if it has no kept tokens."""
-        kept = rows >= 0
-        return cls.of(kept.sum(axis=1, dtype=np.int32), rows[kept])
+    def of_tokens(cls, kept: Sequence[np.ndarray]) -> "SamplingMask | None":
+        """Return the mask of each token's kept ids, int32 [at least 0]; None if it has no kept tokens."""
+        return cls.of(np.array(list(map(len, kept)), np.int32), np.concatenate(kept)) if kept else None
 
     @property
     def width(self) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import random
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -140,6 +141,22 @@ def test_greedy_equals_transformers_generate(family: str, tokenizer: PreTrainedT
         assert sample.finish_reason == ("stop" if expected[-1] == EOS else "length")
         reference = reference_log_probs(model, request, sample)
         assert_log_probs(sample, reference)
+
+
+def test_sampling_masks_need_memory_for_their_tokens_only(tokenizer: PreTrainedTokenizerFast) -> None:
+    """With a place for each token that top_k and max_tokens allow, this call would need 26 MB."""
+    engine, requests = EmbeddedEngine(make_model(FAMILIES["llama"]), tokenizer, 32), prompts(200)
+    params = SamplingParams(temperature=3.0, max_tokens=500, top_k=64, top_p=0.5, sampling_mask=True)
+    tracemalloc.start()
+    try:
+        samples = sampled(engine, requests, params, seed=0, step=0)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    widths = {count for s in samples if s.sampling_mask is not None for count in s.sampling_mask.counts.tolist()}
+    assert min(widths) > 0
+    assert len(widths) > 1
+    assert peak < 13e6
 
 
 def penalised_log_probs(model: Any, request: Request, sample: Sample, params: SamplingParams) -> torch.Tensor:

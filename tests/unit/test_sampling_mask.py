@@ -32,7 +32,7 @@ ROWS = [[3, 1], [4], [], [5, 9, 2, 6], [5]]
 
 
 def mask_of(rows: list[list[int]]) -> SamplingMask:
-    made = SamplingMask.of_rows(np.array([row + [-1] * (5 - len(row)) for row in rows], np.int32))
+    made = SamplingMask.of_tokens([np.array(row, np.int32) for row in rows])
     assert made is not None
     return made
 
