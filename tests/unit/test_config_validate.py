@@ -169,6 +169,17 @@ REJECTED: list[tuple[dict, str]] = [
     ({"rollout__sampling_mask": True, "rollout__top_p": 0.9}, "rollout.top_k=-1: rollout.sampling_mask=true stores"),
     ({"rollout__sampling_mask": True, "rollout__min_p": 0.1, "rollout__top_k": 0}, "set rollout.top_k=50, or rollout."),
     (
+        {"rollout__sampling_mask": True, "rollout__top_k": 2049},
+        "rollout.top_k=2049: with rollout.sampling_mask=true each token needs memory for 2049 kept tokens, and at most "
+        "2048 are possible; set rollout.top_k=50, or rollout.sampling_mask=false.",
+    ),
+    (
+        SERVED
+        | {"rollout__sampling_mask": True, "rollout__top_k": 2048, "rollout__val_kwargs__top_k": 151_936}
+        | {"rollout__val_kwargs__temperature": 1.0},
+        "rollout.val_kwargs.top_k=151936: with rollout.sampling_mask=true each token needs memory for 151936 kept",
+    ),
+    (
         {"rollout__sampling_mask": True, "rollout__top_k": 9, "rollout__repetition_penalty": 1.1},
         "rollout.repetition_penalty=1.1: the update ignores it, so rollout.sampling_mask=true would not remove the",
     ),

@@ -15,6 +15,9 @@ STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_t
 STRUCTURE_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 LEAST_TEMPERATURE = 0.01
 """vLLM raises smaller temperatures, except 0, to this value, because logits / temperature may overflow below it."""
+MOST_KEPT = 2048
+"""Largest top_k with sampling masks: 8 KiB per token in each copy of a batch. vLLM returns masks up to this size as
+lists of ids (MAX_COMPACT_SUPPORT, 0.32), and needs a bit for each token of the vocabulary for larger masks."""
 VLLM_ARGUMENTS_WITH_SETTINGS = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -127,6 +130,14 @@ def _sampling_mask(config: Config) -> Iterator[str]:
             f"rollout.{name}={value}: with {shown} each mask has a single token, and nothing can be learned from its "
             "probability, 1; set rollout.top_k=50 and rollout.min_p=0."
         )
+    # vLLM's servers return masks of all samples; those of evaluations have no use, but the servers send them as well.
+    evaluated = r.val_kwargs.top_k if r.name == "vllm_server" and r.val_kwargs.temperature > 0 else 0
+    for name, value in (("top_k", r.top_k), ("val_kwargs.top_k", evaluated)):
+        if value > MOST_KEPT:
+            yield (
+                f"rollout.{name}={value}: with {shown} each token needs memory for {value} kept tokens, and at most "
+                f"{MOST_KEPT} are possible; set rollout.{name}=50, or rollout.sampling_mask=false."
+            )
     if r.repetition_penalty != 1:
         yield (
             f"rollout.repetition_penalty={r.repetition_penalty:g}: the update ignores it, so {shown} would not remove "
