@@ -36,7 +36,8 @@ ROOM_OF_REPLICAS = 2
 """A null `backend.dp_replicate` means a replica per rank if a rank's memory is at least this multiple of the planned
 peak."""
 TOKEN_RECORD = 16
-"""Bytes per response token: int32 and float32 in its sample, and again in a copy that is sent or journaled."""
+"""Bytes per response token: int32 and float32 in its sample, and again in a copy that is sent or journaled. With
+sampling masks also int32 numbers, in both: the count of kept tokens, and their ids."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,8 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
     by_role = _model_passes(config, models, policy, target)
     with_old_log_probs = needs_old_log_probs(config.actor, config.algorithm, mini_batches(config.data, config.actor))
     base = {"CUDA and NCCL": _cuda_base(ranks)} if target.cuda else {}
-    rest = _batch(step, by_role, with_old_log_probs) | base
+    kept = min(config.rollout.top_k, models.policy.vocabulary) if config.rollout.sampling_mask else 0
+    rest = _batch(step, by_role, with_old_log_probs, kept) | base
 
     def resident(name: str) -> dict[str, int]:
         return rest | {item: size for each in by_role.values() for item, size in each.resident(name).items()}
@@ -154,7 +156,7 @@ def memory_plan(config: Config, models: Models, target: Target) -> Plan:
     trained = {role: each.adapted or each.model for role, each in by_role.items() if role in ("actor", "critic")}
     moving = models.policy if "reference" in by_role and config.ref.update_freq is not None else None
     checkpoint = checkpoint_size(trained, moving, config.checkpoint, ranks)
-    host = _host(config.backend.name, by_role, engine, checkpoint, step, cuda=target.cuda)
+    host = _host(config.backend.name, by_role, engine, checkpoint, step, kept, cuda=target.cuda)
     here = {} if target.cuda else host
     derived = engine.share is not None and config.rollout.gpu_memory_utilization is None
 
@@ -298,9 +300,12 @@ def _phases(
     return phases
 
 
-def _batch(step: StepSize, by_role: Collection[str], with_old_log_probs: bool) -> dict[str, int]:
-    """Return the bytes of a rank's batches, which stay on the device in all phases."""
-    per_token = 4 * (4 + 2 * ("critic" in by_role) + ("reference" in by_role) + with_old_log_probs)
+def _batch(step: StepSize, by_role: Collection[str], with_old_log_probs: bool, kept: int) -> dict[str, int]:
+    """Return the bytes of a rank's batches, which stay on the device in all phases.
+
+    Rollout and training batch have `kept` ids of a sampling mask for each response token.
+    """
+    per_token = 4 * (4 + 2 * ("critic" in by_role) + ("reference" in by_role) + with_old_log_probs + 2 * kept)
     return {"batch": step.scored * (8 * step.longest + per_token * step.response)}
 
 
@@ -310,6 +315,7 @@ def _host(
     engine: EngineMemory,
     checkpoint: CheckpointSize,
     step: StepSize,
+    kept: int,
     *,
     cuda: bool,
 ) -> dict[str, int]:
@@ -320,6 +326,6 @@ def _host(
         "snapshots in memory": checkpoint.published + checkpoint.snapshot,  # the copy from which a snapshot is written
         "offloaded": sum(each.host for each in by_role.values()),
         "sleeping engine's weights": engine.host,
-        "rollouts": step.scored * step.response * TOKEN_RECORD,
+        "rollouts": step.scored * step.response * (TOKEN_RECORD + (8 * (1 + kept) if kept else 0)),
     }
     return {name: size for name, size in items.items() if size}

@@ -145,6 +145,24 @@ def test_dp_replicate_null_needs_twice_the_planned_memory_for_replicas():
     assert found == [2, 1]
 
 
+@pytest.mark.parametrize(("top_k", "kept"), [(2, 2), (2048, 512)])
+def test_the_plan_counts_sampling_masks(top_k, kept):
+    """Two copies of 256 samples: rollout and training batch on the device, sample and its encoding on the host."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    models = Models(ModelShapes(shapes(model), model.config.to_dict()))
+    assert models.policy.vocabulary == 512
+    plain = changed_config(Config(), {"rollout.n": 4, "data.train_batch_size": 64, "data.max_response_length": 100})
+    masked = changed_config(plain, {"rollout.sampling_mask": True, "rollout.top_k": top_k})
+    before, after = (memory_plan(config, models, Target(True, 1, 1 << 40)) for config in (plain, masked))
+    tokens = 256 * 100
+    assert sum(after.host.values()) - sum(before.host.values()) == 2 * 4 * (1 + kept) * tokens
+    on_device = [new.total - old.total for new, old in zip(after.phases, before.phases, strict=True)]
+    assert on_device == [2 * 4 * kept * tokens] * len(after.phases)
+    before, after = (memory_plan(config, models, Target(False, 1, 1 << 40)) for config in (plain, masked))
+    assert after.peak.total - before.peak.total == 2 * 4 * (1 + 2 * kept) * tokens
+
+
 def test_one_rank_gathers_nothing_unless_passes_round_the_weights():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("llama"))
