@@ -1,11 +1,13 @@
 import json
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from rlhf.launch.evidence import AttemptResult, first_cause
 from rlhf.launch.interface import RankExit
+from rlhf.launch.local.processes import RankProcesses
 from rlhf.ranks.status import SCORED, SCORES, SCORES_EARLY, RankError, StatusWriter, clear_statuses, read_statuses
 from tests.support.refusals import says, user_error
 
@@ -111,3 +113,14 @@ def test_a_status_that_no_rank_writes_is_named_with_a_remedy(tmp_path, content):
     path.parent.mkdir()
     path.write_text(content)
     says(user_error(read_statuses, tmp_path), str(path), "damaged", "Remove the file")
+
+
+def test_a_watchdog_reads_the_files_of_its_own_ranks_only(tmp_path, monkeypatch):
+    """In a shared folder, the watchdogs of 128 nodes with 8 ranks each once read all 1,024 files at each look."""
+    for rank in range(4):
+        StatusWriter(tmp_path, rank).event(1, "update.mid")
+    read, read_text = [], Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path: read.append(path.name) or read_text(path))
+    assert list(RankProcesses({1: 0, 3: 0, 9: 0}, tmp_path).statuses()) == [1, 3]
+    assert "rank_0.json" not in read
+    assert "rank_2.json" not in read

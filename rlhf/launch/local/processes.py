@@ -46,7 +46,7 @@ class RankProcesses:
         self._pids, self._run_dir = dict(pids), run_dir
 
     def statuses(self) -> dict[int, RankStatus]:
-        return read_statuses(self._run_dir)
+        return read_statuses(self._run_dir, self._pids)
 
     def request_stop(self, ranks: Collection[int]) -> None:
         self._signal(ranks, signal.SIGUSR1)

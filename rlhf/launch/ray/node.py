@@ -145,7 +145,7 @@ def run_node(job: NodeJob) -> None:
         # With the first worker that ends, Ray would kill the others, whose ranks may still close their trackers.
         _wait_for_peers(ray.train.collective.barrier, job.grace_s)
     if code != EXIT_DONE:
-        statuses = {rank: status for rank, status in read_statuses(job.run_dir).items() if rank in ranks}
+        statuses = read_statuses(job.run_dir, ranks)
         raise RanksEnded(
             code, furthest_step(statuses), notices.continues, _message(code, codes, ranks, statuses, job.changes)
         )
