@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks.scale_step import LIMIT, step_table
 from rlhf.backends.fsdp2 import chunk_of
 from rlhf.checkpoint.commit.identity import Identity
 from rlhf.checkpoint.commit.manifest import Manifest, parse_manifest, write_manifest
@@ -181,6 +182,17 @@ def load_figures(
     yield f"load, a rank reports verified blocks, {PER_ENTRY}: seconds", (seconds + more) / _entries(manifest)
 
 
+def saves_of(shapes: dict[str, tuple[int, ...]], worlds: Sequence[int]) -> dict[int, tuple[int, float]]:
+    """Return, by number of ranks, the bytes that the leader of a save receives, and its processor seconds."""
+    found = {}
+    for world_size in worlds:
+        with tempfile.TemporaryDirectory() as name:
+            per_rank = save_figures(shapes, world_size, Path(name))[1]
+        leading = (per_rank["save, the leader: seconds"], per_rank["save, the leader writes the manifest: seconds"])
+        found[world_size] = round(per_rank["save, the leader receives: bytes"] * world_size), sum(leading) * world_size
+    return found
+
+
 def _entries(manifest: Manifest) -> int:
     return sum(1 + len(entry["xxh3_128"]) // HASH_DIGITS for entry in manifest.files.values())
 
@@ -207,15 +219,20 @@ def growing(table: dict[int, Figures]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the figures. Return 1 if a figure grows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512, 4096])
+    parser.add_argument("--ranks", type=int, nargs="+", help="default 64 512 4096; with --step 64 512 1024")
+    parser.add_argument("--step", action="store_true", help="show the cost of a training step (benchmarks/scale_step)")
     parser.add_argument("--model", choices=MODELS, default="7b")
     arguments = parser.parse_args(argv)
     shapes = model_shapes(arguments.model)
-    table = {world_size: figures(shapes, world_size) for world_size in sorted(arguments.ranks)}
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+    if arguments.step:
+        table_of_step, share = step_table(arguments.model, saves_of(shapes, sorted(arguments.ranks or [64, 512, 1024])))
+        console.print(table_of_step)
+        return 1 if share > LIMIT else 0
+    table = {world_size: figures(shapes, world_size) for world_size in sorted(arguments.ranks or [64, 512, 4096])}
     shown = Table(f"{arguments.model}, per rank", *(f"{world_size} ranks" for world_size in table))
     for name in table[min(table)]:
         shown.add_row(name, *(f"{of_ranks[name]:.3g}" for of_ranks in table.values()))
-    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
     console.print(shown)
     if grown := growing(table):
         console.print(f"These grow with the ranks: {'; '.join(grown)}")

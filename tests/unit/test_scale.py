@@ -1,11 +1,12 @@
 """Messages and indices of many ranks: the figures do not grow with the ranks, or the benchmark reports it."""
 
+import re
 import time
 
 import pytest
 import torch
 
-from benchmarks import scale
+from benchmarks import scale, scale_step
 from rlhf.ranks.object_codec import decode
 from rlhf.storage.layout import step_dir
 from rlhf.storage.shards import Shard
@@ -18,6 +19,21 @@ from tests.support.verified import verify
 def test_figures_of_a_small_model_are_flat(capsys):
     assert scale.main(["--model", "tiny", "--ranks", "4", "32"]) == 0
     assert "save, the leader receives: bytes" in capsys.readouterr().out
+
+
+def test_a_step_of_a_few_simulated_ranks_is_cheap(capsys):
+    assert scale.main(["--step", "--model", "tiny", "--ranks", "16"]) == 0
+    rows = dict(re.findall(r"│ (\S.*?) +│ +(\S+) +│", capsys.readouterr().out))
+    assert int(rows["calls"]) >= 9
+    assert int(rows["calls of a save"]) > 9
+    assert float(rows["share of the step: %"]) < 1
+
+
+def test_seconds_of_an_all_gather_grow_with_the_logarithm_of_the_ranks():
+    wire = scale_step.Wire(exchange=1.0, broadcast=1.0, message=1.0, byte=0.0)
+    assert [wire.seconds(("all_gather", 9, ranks)) for ranks in (2, 1024)] == [2.0, 20.0]
+    assert [wire.seconds(("bitwise_or", 9, ranks)) for ranks in (2, 1024)] == [2.0, 2046.0]
+    assert scale_step.traffic([("all_gather", 10, 4), ("gather", 10, 4), ("broadcast", 10, 4)]) == (50, 60)
 
 
 def test_a_figure_that_grows_is_named():
