@@ -217,7 +217,7 @@ def growing(table: dict[int, Figures]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the figures. Return 1 if a figure grows."""
+    """Print the figures. Return 1 if a figure grows, or with --step if the step's share exceeds the limit."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", help="default 64 512 4096; with --step 64 512 1024")
     parser.add_argument("--step", action="store_true", help="show the cost of a training step (benchmarks/scale_step)")
