@@ -12,7 +12,7 @@ costs its longest chain of messages: an all-gather has log2(ranks) rounds, a bro
 one message per rank at its root, an all-reduce is a ring. All bytes that rank 0 receives pass one after another.
 
 Assumed: machines exchange messages as fast as ranks on one; a node has eight ranks; a save of the model of --model
-after every 20 steps (the default of `trainer.save_freq`), although it runs in the background.
+after every 20 steps (the default of `trainer.save_freq`), in the background of one step.
 
 Processor seconds are those beyond a step of one rank. Exits with 1 if the sum exceeds 1 % of a 60 s step.
 """
@@ -201,8 +201,9 @@ def watching_seconds(ranks: int) -> float:
         seconds = STEP_S / LOOK_EVERY_S * _fewest(look, 50, time.process_time)
     if nodes > 1:
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        # Loops and background saves report apart. The time of the round trip covers both of its ends.
-        seconds += 2 * nodes * STEP_S / REPORT_EVERY_S * _fewest(lambda: store.add("reports", 1), 200)
+        # A watchdog also reports for a save while it runs. The time of the round trip covers both of its ends.
+        reports = (1 + 1 / SAVE_EVERY) * nodes * STEP_S / REPORT_EVERY_S
+        seconds += reports * _fewest(lambda: store.add("reports", 1), 5000)
     return seconds
 
 
