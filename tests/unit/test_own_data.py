@@ -165,7 +165,7 @@ def test_values_that_differ_in_the_next_process_are_rejected(own, odd, what):
 
 
 def test_deep_rows_of_the_code_are_rejected(own):
-    says(user_error(build, own("odd", {"odd": "deep"})), "t.jsonl line 1", "column 'extra_info' has over 200 levels")
+    says(user_error(build, own("odd", {"odd": "deep"})), "t.jsonl line 1", "column 'extra_info' has over 100 levels")
 
 
 def test_numbers_of_numpy_become_numbers(own):
